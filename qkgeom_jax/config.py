@@ -1,0 +1,242 @@
+"""Every number of a study: frozen dataclasses, the three presets, and what is allowed.
+
+A `Config` describes one *group*: one depth, one query/key initialisation, one intervention, and all the seeds that
+train together in one device program. Each field carries the help text of its command-line flag and whether changing
+it compiles a new program (``recompiles``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+INITIALIZATIONS = ("qk_identical", "disjoint_support", "independent")
+COMPUTE_DTYPES = ("float32", "bfloat16")
+MAXIMUM_SEED = 2**31 - 1
+
+
+def option(default: Any, text: str, *, recompiles: bool = False) -> Any:
+    """A dataclass field with the help text of its flag."""
+    return dataclasses.field(default=default, metadata={"help": text, "recompiles": recompiles})
+
+
+def _require(condition: bool, field: str, got: Any, allowed: str) -> None:
+    if not condition:
+        raise ValueError(f"{field} is {got!r}; allowed: {allowed}")
+
+
+def _require_count(field: str, got: Any, least: int = 1) -> None:
+    whole = isinstance(got, int) and not isinstance(got, bool)
+    _require(whole and got >= least, field, got, f"a whole number of at least {least}")
+
+
+def _require_number(field: str, got: Any, *, positive: bool = False, below: float = math.inf) -> None:
+    number = isinstance(got, (int, float)) and not isinstance(got, bool) and math.isfinite(got)
+    low = got > 0 if number and positive else number and got >= 0
+    bound = "" if below == math.inf else f" and below {below:g}"
+    least = "greater than 0" if positive else "of at least 0"
+    _require(bool(low) and got < below, field, got, f"a finite number {least}{bound}")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The decoder-only transformer. Every field changes the compiled program."""
+
+    depth: int = option(4, "number of transformer blocks", recompiles=True)
+    width: int = option(64, "residual width", recompiles=True)
+    heads: int = option(1, "attention heads; must divide the width", recompiles=True)
+    context: int = option(64, "positions a sequence has", recompiles=True)
+    vocabulary: int = option(256, "distinct token ids; set from the corpus", recompiles=True)
+    mlp_ratio: int = option(4, "hidden width of the MLP over the residual width", recompiles=True)
+    init: str = option("independent", "query/key initialisation", recompiles=True)
+    compute_dtype: str = option("float32", "number format of the forward and backward pass", recompiles=True)
+    rematerialise: bool = option(False, "recompute activations in the backward pass to save memory", recompiles=True)
+
+    def __post_init__(self) -> None:
+        for name in ("depth", "width", "heads", "context", "vocabulary", "mlp_ratio"):
+            _require_count(name, getattr(self, name))
+        _require(self.width % self.heads == 0, "heads", self.heads, f"a divisor of the width, {self.width}")
+        _require(self.context >= 2, "context", self.context, "a whole number of at least 2")
+        _require(self.init in INITIALIZATIONS, "init", self.init, ", ".join(INITIALIZATIONS))
+        _require(self.compute_dtype in COMPUTE_DTYPES, "compute_dtype", self.compute_dtype, ", ".join(COMPUTE_DTYPES))
+        _require(isinstance(self.rematerialise, bool), "rematerialise", self.rematerialise, "true, false")
+        if self.init == "disjoint_support":
+            _require(self.width % 2 == 0, "width", self.width, "an even number with init disjoint_support")
+
+    @property
+    def head_width(self) -> int:
+        return self.width // self.heads
+
+    @property
+    def hidden(self) -> int:
+        return self.mlp_ratio * self.width
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW with a warm-up and a cosine to the final rate."""
+
+    learning_rate: float = option(1e-3, "peak learning rate", recompiles=True)
+    final_learning_rate: float = option(1e-4, "learning rate at the end of the cosine", recompiles=True)
+    warmup_steps: int | None = option(None, "linear warm-up; by default min(100, a tenth of the run)", recompiles=True)
+    decay_steps: int | None = option(None, "steps until the final rate; by default the run's length", recompiles=True)
+    weight_decay: float = option(0.1, "decoupled weight decay, on matrices only", recompiles=True)
+    beta_1: float = option(0.9, "decay of the gradient's running mean", recompiles=True)
+    beta_2: float = option(0.99, "decay of the squared gradient's running mean", recompiles=True)
+    gradient_clip: float = option(1.0, "largest global norm of a seed's gradient", recompiles=True)
+
+    def __post_init__(self) -> None:
+        _require_number("learning_rate", self.learning_rate, positive=True)
+        _require_number("final_learning_rate", self.final_learning_rate)
+        _require(
+            self.final_learning_rate <= self.learning_rate,
+            "final_learning_rate", self.final_learning_rate, f"at most the learning rate, {self.learning_rate:g}",
+        )  # fmt: skip
+        _require_number("weight_decay", self.weight_decay)
+        _require_number("beta_1", self.beta_1, below=1)
+        _require_number("beta_2", self.beta_2, below=1)
+        _require_number("gradient_clip", self.gradient_clip, positive=True)
+        if self.warmup_steps is not None:
+            _require_count("warmup_steps", self.warmup_steps, least=0)
+        if self.decay_steps is not None:
+            _require_count("decay_steps", self.decay_steps)
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """How long, and how much at a time."""
+
+    batch: int = option(16, "sequences a seed sees in one step", recompiles=True)
+    epochs: int = option(4, "epochs; an epoch is a fixed number of steps")
+    steps_per_epoch: int = option(40, "optimizer steps in an epoch")
+    chunk: int = option(25, "most steps in one call of the compiled program", recompiles=True)
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "epochs", "steps_per_epoch", "chunk"):
+            _require_count(name, getattr(self, name))
+
+    @property
+    def steps(self) -> int:
+        return self.epochs * self.steps_per_epoch
+
+    @property
+    def chunk_steps(self) -> int:
+        """The longest chunk that divides an epoch, so that one program serves the whole run."""
+        most = min(self.chunk, self.steps_per_epoch)
+        return next(n for n in range(most, 0, -1) if self.steps_per_epoch % n == 0)
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """What is measured on, the same tokens for every seed, depth and arm."""
+
+    probe_tokens: int = option(4096, "tokens of the validation split that the metrics see", recompiles=True)
+    spectrum_sequences: int = option(16, "probe sequences that enter the QK^T spectra", recompiles=True)
+    loss_tokens: int = option(16384, "tokens of each split that the reported losses see", recompiles=True)
+
+    def __post_init__(self) -> None:
+        for name in ("probe_tokens", "spectrum_sequences", "loss_tokens"):
+            _require_count(name, getattr(self, name))
+
+
+@dataclass(frozen=True)
+class CorpusConfig:
+    """Which text, and how it becomes tokens."""
+
+    corpus: str = option("builtin", "builtin, wikitext103, wikitext2, wikipedia-intros, a text file, or a folder")
+    data_dir: str | None = option(None, "where a WikiText zip or its wiki.*.raw files lie")
+    minimum_count: int = option(5, "characters rarer than this in the training split become the unknown symbol")
+
+    def __post_init__(self) -> None:
+        _require(bool(self.corpus), "corpus", self.corpus, "a corpus name or a path")
+        _require_count("minimum_count", self.minimum_count)
+
+
+@dataclass(frozen=True)
+class Config:
+    """One group: a depth, an initialisation, an intervention, and the seeds that train together."""
+
+    model: ModelConfig = ModelConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    training: TrainingConfig = TrainingConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    corpus: CorpusConfig = CorpusConfig()
+    intervention: str = "none"
+    seeds: tuple[int, ...] = (7, 37, 42, 105)
+
+    def __post_init__(self) -> None:
+        _require(len(self.seeds) > 0, "seeds", self.seeds, "at least one seed")
+        for seed in self.seeds:
+            whole = isinstance(seed, int) and not isinstance(seed, bool)
+            _require(whole and 0 <= seed <= MAXIMUM_SEED, "seeds", seed, f"whole numbers from 0 to {MAXIMUM_SEED}")
+        _require(len(set(self.seeds)) == len(self.seeds), "seeds", self.seeds, "each seed once")
+
+    @property
+    def warmup_steps(self) -> int:
+        stated = self.optimizer.warmup_steps
+        return min(100, self.decay_steps // 10) if stated is None else stated
+
+    @property
+    def decay_steps(self) -> int:
+        return self.optimizer.decay_steps or self.training.steps
+
+    @property
+    def name(self) -> str:
+        """The group's folder."""
+        return f"depth{self.model.depth}-{self.model.init}-{self.intervention}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values, nested as the dataclasses are."""
+        return {**dataclasses.asdict(self), "seeds": list(self.seeds)}
+
+
+# The parts of a `Config` that hold fields of their own, in the order in which their flags are listed.
+PARTS: Mapping[str, type] = {
+    "model": ModelConfig,
+    "optimizer": OptimizerConfig,
+    "training": TrainingConfig,
+    "evaluation": EvaluationConfig,
+    "corpus": CorpusConfig,
+}
+
+
+def override(config: Config, **values: Any) -> Config:
+    """`config` with named fields of its parts (``width=128``) or its own (``seeds=(1, 2)``) replaced.
+
+    Raises:
+      ValueError: a name that is no field, or a value that its dataclass refuses.
+    """
+    changes: dict[str, dict[str, Any]] = {}
+    own: dict[str, Any] = {}
+    for name, value in values.items():
+        part = next((p for p, kind in PARTS.items() if name in kind.__dataclass_fields__), None)
+        if part is not None:
+            changes.setdefault(part, {})[name] = value
+        elif name in ("intervention", "seeds"):
+            own[name] = value
+        else:
+            raise ValueError(f"{name} is no field of the configuration")
+    parts = {part: dataclasses.replace(getattr(config, part), **change) for part, change in changes.items()}
+    return dataclasses.replace(config, **parts, **own)
+
+
+def from_dict(values: Mapping[str, Any]) -> Config:
+    """The inverse of `Config.to_dict`."""
+    parts = {part: kind(**values[part]) for part, kind in PARTS.items()}
+    return Config(**parts, intervention=values["intervention"], seeds=tuple(values["seeds"]))
+
+
+PRESETS: Mapping[str, Config] = {
+    # Shows the machinery in minutes on two cores; too short for queries and keys to part.
+    "quick": Config(),
+    # 2 million characters a run: 1,000 steps, past the point where queries and keys part.
+    "laptop": override(Config(), width=128, heads=2, context=128, batch=16, epochs=8, steps_per_epoch=125),
+    # The paper's study as far as it is documented; uncalibrated where the paper is silent.
+    "paper": override(
+        Config(), width=256, heads=4, context=256, batch=64, epochs=10, steps_per_epoch=500,
+        corpus="wikitext103", loss_tokens=131072,
+    ),  # fmt: skip
+}
