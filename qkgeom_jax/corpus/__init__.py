@@ -1,0 +1,136 @@
+"""Text to token arrays: which corpora there are, and `load_corpus`, which makes any of them ready to train on.
+
+A corpus is found (`builtin`, `files`), read as one UTF-8 text a split, given a character vocabulary from its training
+split (`vocabulary`) and encoded once into a memory-mapped array (`cache`).
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from qkgeom_jax.config import CorpusConfig
+from qkgeom_jax.corpus.builtin import builtin_source
+from qkgeom_jax.corpus.cache import Encoded, TokenCache, default_folder, encode, read_record, write_record
+from qkgeom_jax.corpus.files import read_path
+from qkgeom_jax.corpus.source import Corpus, CorpusError, Source, Texts, combined_sha256
+
+__all__ = ["CORPORA", "Corpus", "CorpusError", "load_corpus", "require_windows"]
+
+CORPORA = ("builtin", "wikitext103", "wikitext2", "wikipedia-intros")
+
+# Above this share of unknown characters in a split the user is told.
+_NOTABLE_SHARE = 0.01
+
+
+def load_corpus(config: CorpusConfig, *, cache_dir: str | os.PathLike | None = None) -> Corpus:
+    """The named corpus as token ids, from the cache where its text is known there.
+
+    Args:
+      config: the corpus (a name of `CORPORA`, a text file or a folder), its data_dir and the minimum count.
+      cache_dir: where encoded texts are kept; by default qkgeom_jax in $XDG_CACHE_HOME or ~/.cache. What cannot be
+        written there is encoded in memory instead, with a note.
+
+    Returns:
+      A `Corpus`: for each split (train, validation, and test where there is one) token ids as uint8 or uint16.
+
+    Raises:
+      CorpusError: whatever is wrong with the corpus, in one sentence.
+
+    Source: ours.
+
+    >>> corpus = load_corpus(CorpusConfig())
+    >>> corpus.vocabulary[0], sorted(corpus.tokens)
+    ('<unk>', ['test', 'train', 'validation'])
+    """
+    folder = default_folder() if cache_dir is None else Path(cache_dir)
+    source = _find(config)
+    known = folder / "sources" / f"{source.fingerprint}.json" if folder and source.fingerprint else None
+    record = read_record(known) if known else None
+    if record is not None:
+        encoded = TokenCache(folder, record["sha256"], config.minimum_count).load()
+        if encoded is not None:
+            return _corpus(source.name, record["sha256"], encoded, tuple(record["notes"]))
+    texts = source.read()
+    sha256 = {split: hashlib.sha256(text).hexdigest() for split, text in texts.splits.items()}
+    encoded, notes = _encode(texts, sha256, config.minimum_count, folder)
+    if known and not notes:
+        try:
+            write_record(known, {"sha256": sha256, "notes": list(texts.notes)})
+        except OSError:
+            pass
+    return _corpus(source.name, sha256, encoded, (*texts.notes, *notes))
+
+
+def require_windows(corpus: Corpus, context: int) -> None:
+    """Refuses a corpus with less than one window of `context` + 1 tokens to train or to validate on.
+
+    Raises:
+      CorpusError: the split, its length and the least length.
+    """
+    for split in ("train", "validation"):
+        if corpus.characters[split] < context + 1:
+            raise CorpusError(
+                f"the {split} split of {corpus.name!r} has {corpus.characters[split]} characters; a window of context "
+                f"{context} needs at least {context + 1}: give a longer text or a smaller --context"
+            )
+
+
+def _find(config: CorpusConfig) -> Source:
+    """The source that the configuration names."""
+    name = config.corpus
+    if name == "builtin":
+        return builtin_source()
+    path = Path(os.path.expanduser(name))
+    try:
+        found = os.path.lexists(path)
+    except ValueError:  # a NUL character
+        found = False
+    if not found:
+        near = difflib.get_close_matches(name.lower(), CORPORA, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise CorpusError(f"corpus {name!r} is neither one of {', '.join(CORPORA)} nor an existing path{hint}")
+    return Source(name, lambda: read_path(path))
+
+
+def _encode(texts: Texts, sha256: dict[str, str], minimum_count: int, folder: Path | None) -> tuple[Encoded, list[str]]:
+    """The encoded texts, from the cache or by way of it, and what there is to say about the cache."""
+    if folder is None:
+        return encode(texts.splits, minimum_count), ["no cache folder: the text was encoded in memory"]
+    cache = TokenCache(folder, sha256, minimum_count)
+    encoded = cache.load()
+    if encoded is not None:
+        return encoded, []
+    try:
+        cache.store(texts.splits, minimum_count)
+        encoded = cache.load()
+        reason = "what was written there does not read back"
+    except OSError as error:
+        reason = error.strerror or str(error)
+    if encoded is not None:
+        return encoded, []
+    note = f"cache folder {str(folder)!r} cannot be used ({reason}): the text was encoded in memory"
+    return encode(texts.splits, minimum_count), [note]
+
+
+def _corpus(name: str, sha256: dict[str, str], encoded: Encoded, notes: tuple[str, ...]) -> Corpus:
+    share = {split: encoded.unknown[split] / max(1, tokens.size) for split, tokens in encoded.tokens.items()}
+    said = list(notes)
+    for split, value in share.items():
+        if value > _NOTABLE_SHARE:
+            said.append(f"{value:.1%} of the {split} split's characters are outside the vocabulary")
+    if len(encoded.vocabulary) == 2:
+        said.append(f"the training split has one distinct character, {encoded.vocabulary[1]!r}: nothing to learn")
+    return Corpus(
+        name=name,
+        sha256=combined_sha256(sha256),
+        split_sha256=dict(sha256),
+        characters={split: int(tokens.size) for split, tokens in encoded.tokens.items()},
+        vocabulary=encoded.vocabulary,
+        tokens=encoded.tokens,
+        unknown_share=share,
+        notes=tuple(said),
+    )

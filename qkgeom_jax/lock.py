@@ -1,0 +1,83 @@
+"""One holder at a time for a results folder: an operating-system lock that dies with its process."""
+
+from __future__ import annotations
+
+import datetime
+import fcntl
+import json
+import os
+import socket
+import time
+from pathlib import Path
+
+
+class LockedError(RuntimeError):
+    """Another process holds the lock; the message names its pid, its host and since when."""
+
+
+class Lock:
+    """Holds `flock` on a file until `release`, the end of a ``with`` block, or the death of the process.
+
+    The file stays: what counts is the lock on it, which the operating system drops even on ``kill -9``, so a file that
+    was left over never blocks. Its text only tells a second process who the first one is.
+
+    Args:
+      path: the lock file, created where missing; its folder must exist. A symbolic link is refused.
+
+    Raises:
+      LockedError: at once, when another `Lock`, in this process or any other, holds the same file.
+      OSError: the file cannot be opened for writing, or its file system has no locks.
+
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp()) / "lock"
+    >>> with Lock(path):
+    ...     try:
+    ...         Lock(path)
+    ...     except LockedError as error:
+    ...         print(f"process {os.getpid()} on {socket.gethostname()} since" in str(error))
+    True
+    >>> Lock(path).release()
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        # O_NOFOLLOW: writing the holder's name through a link would empty whatever the link points at.
+        self._descriptor: int | None = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            started = datetime.datetime.now(datetime.timezone.utc).isoformat(sep=" ", timespec="seconds")
+            holder = {"pid": os.getpid(), "host": socket.gethostname(), "started": started}
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, json.dumps(holder).encode(), 0)
+        except BaseException as error:
+            who = _holder(self._descriptor) if isinstance(error, BlockingIOError) else None
+            os.close(self._descriptor)
+            self._descriptor = None
+            if who is None:
+                raise
+            raise LockedError(f"{self.path.parent} is in use by {who}; wait until it ends or choose another folder") from None
+
+    def release(self) -> None:
+        """Lets the next process in. Releasing twice does nothing."""
+        if self._descriptor is not None:
+            os.ftruncate(self._descriptor, 0)
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def __enter__(self) -> Lock:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+def _holder(descriptor: int) -> str:
+    """Who holds the lock, from the file's text."""
+    for _ in range(10):
+        try:
+            holder = json.loads(os.pread(descriptor, 4096, 0))
+            return f"process {holder['pid']} on {holder['host']} since {holder['started']}"
+        except (ValueError, KeyError, TypeError):
+            # The first holder has the lock and is about to write its name.
+            time.sleep(0.02)
+    return "another process"
