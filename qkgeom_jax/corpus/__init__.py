@@ -1,6 +1,6 @@
 """Text to token arrays: which corpora there are, and `load_corpus`, which makes any of them ready to train on.
 
-A corpus is found (`builtin`, `files`), read as one UTF-8 text a split, given a character vocabulary from its training
+A corpus is found (`builtin`, `wikitext`, `wikipedia`, `files`), read as one UTF-8 text a split, given a character vocabulary from its training
 split (`vocabulary`) and encoded once into a memory-mapped array (`cache`).
 """
 
@@ -16,7 +16,9 @@ from qkgeom_jax.config import CorpusConfig
 from qkgeom_jax.corpus.builtin import builtin_source
 from qkgeom_jax.corpus.cache import Encoded, TokenCache, default_folder, encode, read_record, write_record
 from qkgeom_jax.corpus.files import read_path
-from qkgeom_jax.corpus.source import Corpus, CorpusError, Source, Texts, combined_sha256
+from qkgeom_jax.corpus.source import SPLITS, Corpus, CorpusError, Source, Texts, combined_sha256
+from qkgeom_jax.corpus.wikipedia import wikipedia_source
+from qkgeom_jax.corpus.wikitext import ARCHIVES, wikitext_source
 
 __all__ = ["CORPORA", "Corpus", "CorpusError", "load_corpus", "require_windows"]
 
@@ -26,13 +28,19 @@ CORPORA = ("builtin", "wikitext103", "wikitext2", "wikipedia-intros")
 _NOTABLE_SHARE = 0.01
 
 
-def load_corpus(config: CorpusConfig, *, cache_dir: str | os.PathLike | None = None) -> Corpus:
+def load_corpus(
+    config: CorpusConfig,
+    *,
+    cache_dir: str | os.PathLike | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Corpus:
     """The named corpus as token ids, from the cache where its text is known there.
 
     Args:
       config: the corpus (a name of `CORPORA`, a text file or a folder), its data_dir and the minimum count.
       cache_dir: where encoded texts are kept; by default qkgeom_jax in $XDG_CACHE_HOME or ~/.cache. What cannot be
         written there is encoded in memory instead, with a note.
+      progress: called with a line about whatever takes long (a download, the first reading).
 
     Returns:
       A `Corpus`: for each split (train, validation, and test where there is one) token ids as uint8 or uint16.
@@ -42,20 +50,27 @@ def load_corpus(config: CorpusConfig, *, cache_dir: str | os.PathLike | None = N
 
     Source: ours.
 
-    >>> corpus = load_corpus(CorpusConfig())
-    >>> corpus.vocabulary[0], sorted(corpus.tokens)
-    ('<unk>', ['test', 'train', 'validation'])
+    >>> import tempfile
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> _ = (folder / "text.txt").write_text("to be or not to be " * 20)
+    >>> corpus = load_corpus(CorpusConfig(corpus=str(folder / "text.txt")), cache_dir=folder)
+    >>> corpus.vocabulary
+    ('<unk>', ' ', 'b', 'e', 'n', 'o', 'r', 't')
+    >>> corpus.characters
+    {'train': 323, 'validation': 38, 'test': 19}
     """
     folder = default_folder() if cache_dir is None else Path(cache_dir)
-    source = _find(config)
+    source = _find(config, folder, progress)
     known = folder / "sources" / f"{source.fingerprint}.json" if folder and source.fingerprint else None
     record = read_record(known) if known else None
     if record is not None:
         encoded = TokenCache(folder, record["sha256"], config.minimum_count).load()
         if encoded is not None:
             return _corpus(source.name, record["sha256"], encoded, tuple(record["notes"]))
+    if progress:
+        progress(f"reading corpus {source.name} (once)")
     texts = source.read()
-    sha256 = {split: hashlib.sha256(text).hexdigest() for split, text in texts.splits.items()}
+    sha256 = {split: hashlib.sha256(texts.splits[split]).hexdigest() for split in SPLITS if split in texts.splits}
     encoded, notes = _encode(texts, sha256, config.minimum_count, folder)
     if known and not notes:
         try:
@@ -79,17 +94,19 @@ def require_windows(corpus: Corpus, context: int) -> None:
             )
 
 
-def _find(config: CorpusConfig) -> Source:
+def _find(config: CorpusConfig, folder: Path | None, progress: Callable[[str], None] | None) -> Source:
     """The source that the configuration names."""
     name = config.corpus
+    if name in ARCHIVES:
+        return wikitext_source(name, config.data_dir, folder, progress=progress)
+    if config.data_dir is not None:
+        raise CorpusError(f"data_dir is only for {' and '.join(ARCHIVES)}; give a text as --corpus PATH")
     if name == "builtin":
         return builtin_source()
+    if name == "wikipedia-intros":
+        return wikipedia_source()
     path = Path(os.path.expanduser(name))
-    try:
-        found = os.path.lexists(path)
-    except ValueError:  # a NUL character
-        found = False
-    if not found:
+    if not os.path.lexists(path):
         near = difflib.get_close_matches(name.lower(), CORPORA, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise CorpusError(f"corpus {name!r} is neither one of {', '.join(CORPORA)} nor an existing path{hint}")

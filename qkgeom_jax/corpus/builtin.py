@@ -1,8 +1,9 @@
 """The English prose that ships with every Python: pydoc's topics and the standard library's docstrings.
 
-A document is one topic, or all docstrings of one module. The library is alphabetical, so documents are put in the
-order of the sha256 of their names before they are cut into splits at document boundaries; a paragraph that has stood
-in an earlier document is left out (the topics repeat one another), so that validation holds no copy of training text.
+A document is one topic, or all docstrings of one module. The library is alphabetical and uneven, so documents are cut
+into passages of some 4,000 characters, at paragraphs, and the passages put in the order of the sha256 of their names
+before they are shared out: the splits are alike. A paragraph that has stood before is left out (the topics repeat one
+another), so that validation holds no copy of training text.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
+from qkgeom_jax.corpus.files import TEST_UNTIL, TRAIN_UNTIL, identity
 from qkgeom_jax.corpus.source import SPLITS, CorpusError, Source, Texts, fingerprint
 
 # Left out: what distributions package apart from Python itself (so that the text is the same with and without it),
@@ -25,13 +27,15 @@ _LEFT_OUT = {"distutils", "encodings", "ensurepip", "idlelib", "lib2to3", "tkint
 _TESTS = {"test", "tests", "__pycache__"}
 # Shorter paragraphs ("For example:") may repeat.
 _REPEATABLE = 80
+_PASSAGE = 4_000
 _SMALLEST = 100_000
 
 
 def builtin_source() -> Source:
     """The running Python's prose, named by the version and the size and time of each file."""
     files = list(_library_files())
-    return Source("builtin", lambda: _read(files), fingerprint(["builtin 1", sys.version, *map(_identity, files)]))
+    parts = ["builtin 1", sys.version, *(identity(path) for _, path in files)]
+    return Source("builtin", lambda: _read(files), fingerprint(parts))
 
 
 def _library_files() -> Iterator[tuple[str, Path]]:
@@ -46,15 +50,6 @@ def _library_files() -> Iterator[tuple[str, Path]]:
             for file in sorted(files):
                 if file.endswith(".py"):
                     yield f"{package}.{file[:-3]}", Path(folder, file)
-
-
-def _identity(entry: tuple[str, Path]) -> tuple:
-    name, path = entry
-    try:
-        status = path.stat()
-        return name, str(path), status.st_size, status.st_mtime_ns
-    except OSError:
-        return name, str(path), None
 
 
 def _docstrings(node: ast.AST) -> Iterator[str]:
@@ -77,7 +72,7 @@ def _documents(files: list[tuple[str, Path]]) -> dict[str, str]:
             for name, path in files:
                 try:
                     documents[f"module {name}"] = "\n\n".join(_docstrings(ast.parse(path.read_bytes())))
-                except (OSError, SyntaxError, ValueError, RecursionError):
+                except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
                     continue
     finally:
         if collecting:
@@ -90,21 +85,28 @@ def _documents(files: list[tuple[str, Path]]) -> dict[str, str]:
     return documents
 
 
-def _read(files: list[tuple[str, Path]]) -> Texts:
-    documents = _documents(files)
+def _passages(documents: dict[str, str]) -> dict[str, str]:
+    """Name to text of the passages, without repetitions."""
     seen: set[str] = set()
-    texts = []
-    for name in sorted(documents, key=lambda name: hashlib.sha256(name.encode()).digest()):
-        kept = []
-        for paragraph in documents[name].strip().split("\n\n"):
+    passages: dict[str, str] = {}
+    for name, text in sorted(documents.items()):
+        number = 0
+        for paragraph in text.strip().split("\n\n"):
             words = " ".join(paragraph.split())
-            if words and words not in seen:
-                kept.append(paragraph.strip("\n"))
+            if not words or words in seen:
+                continue
             if len(words) >= _REPEATABLE:
                 seen.add(words)
-        if kept:
-            texts.append("\n\n".join(kept) + "\n\n")
-    characters = sum(map(len, texts))
+            if len(passages.get(f"{name} {number}", "")) >= _PASSAGE:
+                number += 1
+            passage = f"{name} {number}"
+            passages[passage] = passages.get(passage, "") + paragraph.strip("\n") + "\n\n"
+    return passages
+
+
+def _read(files: list[tuple[str, Path]]) -> Texts:
+    passages = _passages(_documents(files))
+    characters = sum(map(len, passages.values()))
     if characters < _SMALLEST:
         raise CorpusError(
             f"corpus builtin: this Python ships only {characters} characters of documentation (its library's source "
@@ -112,9 +114,10 @@ def _read(files: list[tuple[str, Path]]) -> Texts:
         )
     parts: dict[str, list[str]] = {split: [] for split in SPLITS}
     position = 0
-    for text in texts:
-        middle = (position + len(text) / 2) / characters
-        parts["train" if middle < 0.85 else "test" if middle < 0.90 else "validation"].append(text)
-        position += len(text)
-    # Surrogates cannot be written as UTF-8; a docstring may hold one through an escape.
+    for name in sorted(passages, key=lambda name: hashlib.sha256(name.encode()).digest()):
+        middle = (position + len(passages[name]) / 2) / characters
+        split = "train" if middle < TRAIN_UNTIL else "test" if middle < TEST_UNTIL else "validation"
+        parts[split].append(passages[name])
+        position += len(passages[name])
+    # A docstring may hold a surrogate, through an escape, which UTF-8 cannot.
     return Texts({split: "".join(part).encode("utf-8", "replace") for split, part in parts.items()})

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import io
 import json
 import os
+import shutil
 import socket
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -40,27 +42,23 @@ def default_folder() -> Path | None:
     return Path(base, "qkgeom_jax") if os.path.isabs(base) else None
 
 
-def _remove_abandoned(path: Path) -> None:
-    """Temporary files for `path` whose process on this machine has ended."""
-    prefix = f".{path.name}.{socket.gethostname()}-"
-    for file in path.parent.glob(f"{prefix}*.tmp") if os.name == "posix" else ():
-        owner = file.name.removeprefix(prefix).split("-")[0]
-        try:
-            os.kill(int(owner), 0)
-        except ProcessLookupError:
-            with contextlib.suppress(OSError):
-                file.unlink()
-        except (OSError, ValueError):
-            continue
+def _temporary_prefix(path: Path) -> str:
+    """Beside `path`, under a name that tells whose it is; what an ended process of this machine left is removed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    mine = f".{path.name}.{socket.gethostname()}-"
+    for left in path.parent.glob(f"{glob.escape(mine)}*.tmp") if os.name == "posix" else ():
+        with contextlib.suppress(OSError, ValueError):
+            try:
+                os.kill(int(left.name.removeprefix(mine).split("-")[0]), 0)
+            except ProcessLookupError:
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
+    return f"{mine}{os.getpid()}-"
 
 
 @contextlib.contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
     """A file that appears under its name only when it is whole."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    _remove_abandoned(path)
-    owner = f".{path.name}.{socket.gethostname()}-{os.getpid()}-"
-    handle, temporary = tempfile.mkstemp(prefix=owner, suffix=".tmp", dir=path.parent)
+    handle, temporary = tempfile.mkstemp(prefix=_temporary_prefix(path), suffix=".tmp", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
             yield file
@@ -71,6 +69,21 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
+
+
+@contextlib.contextmanager
+def temporary_folder(path: Path | None) -> Iterator[Path]:
+    """A folder to build `path` in: beside it, or among the system's temporary files where that cannot be written."""
+    try:
+        if path is None:
+            raise OSError
+        folder = tempfile.mkdtemp(prefix=_temporary_prefix(path), suffix=".tmp", dir=path.parent)
+    except OSError:
+        folder = tempfile.mkdtemp(prefix="qkgeom_jax-")
+    try:
+        yield Path(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def write_record(path: Path, record: Mapping[str, Any]) -> None:
@@ -108,12 +121,13 @@ class TokenCache:
             return None
         vocabulary = tuple(record["vocabulary"])
         tokens = {}
-        for split, facts in record["splits"].items():
+        for split in filter(record["splits"].get, SPLITS):
+            facts = record["splits"][split]
             array = _read_array(self._array_file(split), token_dtype(vocabulary), facts["characters"])
             if array is None or _digest(array) != facts["digest"]:
                 return None
             tokens[split] = array
-        return Encoded(vocabulary, tokens, {split: facts["unknown"] for split, facts in record["splits"].items()})
+        return Encoded(vocabulary, tokens, {split: record["splits"][split]["unknown"] for split in tokens})
 
     def store(self, texts: Mapping[str, bytes], minimum_count: int) -> None:
         """Encodes straight to disk; the record comes last.

@@ -13,30 +13,52 @@ from qkgeom_jax.corpus.source import CHUNK, CorpusError, Texts, decoded_chunks
 # A text is read whole and its tokens live on the device.
 LARGEST_FILE = 4 << 30
 # A single text: the last 10% of its characters validate, the 5% before them test.
-_TRAIN_UNTIL, _TEST_UNTIL = 0.85, 0.90
+TRAIN_UNTIL, TEST_UNTIL = 0.85, 0.90
 _PATTERNS = {"train": "train", "validation": "valid", "test": "test"}
 
 
-def read_bytes(path: Path, largest: int = LARGEST_FILE) -> bytes:
-    """A regular file's bytes.
+def check_regular(path: Path, largest: int = LARGEST_FILE) -> None:
+    """Refuses what is no regular file (a pipe would block), empty or too large.
 
     Raises:
-      CorpusError: it is missing, unreadable, no regular file (a pipe would block), empty or too large.
+      CorpusError: so, or it is missing or out of reach.
     """
     try:
         status = os.stat(path)
-        if not stat.S_ISREG(status.st_mode):
-            raise CorpusError(f"{str(path)!r} is no regular file")
-        if status.st_size > largest:
-            raise CorpusError(f"{str(path)!r} has {status.st_size} bytes; at most {largest} can be used")
-        data = path.read_bytes()
     except (OSError, ValueError) as error:
-        if isinstance(error, CorpusError):
-            raise
-        raise CorpusError(f"{str(path)!r} cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    if not data:
+        raise _unreadable(path, error) from None
+    if not stat.S_ISREG(status.st_mode):
+        raise CorpusError(f"{str(path)!r} is no regular file")
+    if status.st_size > largest:
+        raise CorpusError(f"{str(path)!r} has {status.st_size} bytes; at most {largest} can be used")
+    if status.st_size == 0:
         raise CorpusError(f"{str(path)!r} is empty")
-    return data
+
+
+def read_bytes(path: Path) -> bytes:
+    """A regular file's bytes.
+
+    Raises:
+      CorpusError: as `check_regular`, or it cannot be read.
+    """
+    check_regular(path)
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise _unreadable(path, error) from None
+
+
+def _unreadable(path: Path, error: Exception) -> CorpusError:
+    return CorpusError(f"{str(path)!r} cannot be read: {getattr(error, 'strerror', None) or error}")
+
+
+def identity(path: Path) -> tuple:
+    """What changes when a file does, without reading it."""
+    try:
+        status = path.stat()
+        return str(path), status.st_size, status.st_mtime_ns
+    except OSError:
+        return (str(path),)
 
 
 def normalise(data: bytes, path: Path) -> tuple[bytes, list[str]]:
@@ -89,7 +111,7 @@ def byte_offset(text: bytes, characters: int) -> int:
 def split_text(text: bytes) -> dict[str, bytes]:
     """The last 10% of the characters are validation, the 5% before them test, the rest train."""
     characters = count_characters(text)
-    first, second = (byte_offset(text, int(characters * share)) for share in (_TRAIN_UNTIL, _TEST_UNTIL))
+    first, second = (byte_offset(text, int(characters * share)) for share in (TRAIN_UNTIL, TEST_UNTIL))
     return {"train": text[:first], "validation": text[second:], "test": text[first:second]}
 
 
@@ -99,7 +121,7 @@ def read_path(path: Path) -> Texts:
     Raises:
       CorpusError: as `read_bytes` and `normalise`; a folder without, or with two, matches for a split.
     """
-    if path.is_dir():
+    if os.path.isdir(path):
         splits, notes = {}, []
         for split, file in _split_files(path).items():
             splits[split], said = normalise(read_bytes(file), file)

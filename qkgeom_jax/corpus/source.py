@@ -40,7 +40,7 @@ class Source:
     fingerprint: str | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Corpus:
     """A text as token ids, one array a split.
 

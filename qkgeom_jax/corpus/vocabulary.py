@@ -20,7 +20,8 @@ def make_vocabulary(train: bytes, minimum_count: int) -> tuple[str, ...]:
     """
     counts = np.zeros(_CODE_POINTS, dtype=np.int64)
     for text in decoded_chunks(train):
-        counts += np.bincount(code_points(text), minlength=_CODE_POINTS)
+        found = np.bincount(code_points(text))
+        counts[: found.size] += found
     kept = np.flatnonzero(counts >= minimum_count)
     if kept.size == 0:
         raise CorpusError(

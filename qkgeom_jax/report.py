@@ -1,0 +1,178 @@
+"""Everything after training: tables, figures and report.md, from the groups' folders of a study."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from qkgeom_jax import analysis, figures, paper, tables
+from qkgeom_jax.analysis import GroupSeries
+from qkgeom_jax.results import (
+    METRIC_TABLE_COLUMNS, RUN_COLUMNS, Group, collect, read_csv, read_json, write_csv, write_text,
+)  # fmt: skip
+
+# Below this many optimizer steps queries and keys have hardly parted in our trials.
+SHORT_STEPS = 1000
+
+CAPTIONS = {
+    "figure1": (
+        "**Figure 1.** a: column alignment of W_Q and W_K (mean of |cos| over columns), mean over runs, each averaged "
+        "over its layers; bands: one standard error over runs. b-d: profiles over the layers of the deepest depth at "
+        "the last epoch, mean over seeds; bands: one standard error over seeds."
+    ),
+    "figure2": (
+        "**Figure 2.** PR_Q - PR_K over epochs. Thin lines: layers, averaged over seeds, from light (first) to dark "
+        "(last). Thick lines: their mean; bands: one standard error over seeds."
+    ),
+    "figure3": (
+        "**Figure 3.** Slopes over epochs 1 to E, one point for each initialisation, depth and layer, averaged over "
+        "seeds. Lines, r (95% confidence interval) and p: over the uncoupled cells."
+    ),
+}
+
+
+def _flat(value: Any) -> str:
+    """A JSON value in one line."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {_flat(item)}" for key, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return ", ".join(_flat(item) for item in value)
+    return " ".join(str(value).split())
+
+
+def _stated(out: Path) -> dict[str, Any]:
+    """What config.json and manifest.json state; the manifest, written last, wins."""
+    stated: dict[str, Any] = {}
+    for name in ("config.json", "manifest.json"):
+        path = out / name
+        value = read_json(path) if path.exists() else {}
+        if not isinstance(value, dict):
+            raise ValueError(f"{path} holds a {type(value).__name__}, expected an object with names")
+        stated |= value
+    return stated
+
+
+def _distinct(groups: Sequence[Group], part: str, field: str) -> str:
+    """A field of the groups' configurations; all its values where they differ."""
+    values = sorted({str(group.config[part][field]) for group in groups})
+    return " or ".join(values)
+
+
+def _what_was_run(groups: Sequence[Group], stated: Mapping[str, Any]) -> list[str]:
+    lines = []
+    if groups:
+        seeds = sorted({seed for group in groups for seed in group.seeds})
+        lines += [
+            f"- Depths {_flat(sorted({group.key[0] for group in groups}))}; initialisations "
+            f"{_flat(sorted({group.key[1] for group in groups}))}; seeds {_flat(seeds)}",
+            "- Model: width {width}, {heads} heads, context {context}".format(
+                **{field: _distinct(groups, "model", field) for field in ("width", "heads", "context")}
+            ),
+            "- Training: {epochs} epochs of {steps_per_epoch} steps, {batch} sequences a step, ".format(
+                **{field: _distinct(groups, "training", field) for field in ("epochs", "steps_per_epoch", "batch")}
+            )
+            + f"peak learning rate {_distinct(groups, 'optimizer', 'learning_rate')}",
+        ]
+    for key in ("preset", "corpus", "versions", "device", "git_commit"):
+        if stated.get(key) is not None:
+            lines.append(f"- {key.replace('_', ' ').capitalize()}: {_flat(stated[key])}")
+    return lines
+
+
+def _steps(group: Group) -> int:
+    return group.config["training"]["epochs"] * group.config["training"]["steps_per_epoch"]
+
+
+def _remarks(groups: Sequence[Group], stated: Mapping[str, Any]) -> list[str]:
+    remarks = [
+        "The paper states neither width, context, optimizer nor the length of an epoch. Its values stand beside ours "
+        "for their signs and order, not as a target."
+    ]
+    finished = [group for group in groups if group.status == "done"]
+    if not finished:
+        remarks.append("No group has finished: tables and figures are empty.")
+    elif min(map(_steps, finished)) < SHORT_STEPS:
+        remarks.append(
+            f"**Too short for the claims**: runs of {min(map(_steps, finished)):,} steps. Queries and keys part after "
+            f"several hundred steps; below {SHORT_STEPS:,} these numbers show that the machinery works, no more."
+        )
+    if len({(group.config["training"]["epochs"], group.config["training"]["steps_per_epoch"]) for group in finished}) > 1:
+        remarks.append("Groups differ in the number or the length of their epochs: their slopes are not comparable.")
+    if stated.get("preset") == "paper":
+        remarks.append("The preset `paper` is not calibrated: the paper leaves open what it fixes.")
+    corpora = sorted({group.config["corpus"]["corpus"] for group in groups} - {"wikitext103"})
+    if corpora:
+        remarks.append(f"The paper trained on WikiText-103, this study on {_flat(corpora)}: losses are not comparable.")
+    for group in groups:
+        place = f"depth {group.key[0]}, {group.key[1]}, {group.key[2]}"
+        if group.status != "done":
+            remarks.append(
+                f"Left out, not finished: {place} ({group.status}, {group.epochs_done} of "
+                f"{group.config['training']['epochs']} epochs)."
+            )
+        for seed, step in sorted(group.diverged.items()):
+            remarks.append(f"Left out, diverged: {place}, seed {seed}, at step {step}.")
+    return remarks + [_flat(warning) for warning in stated.get("warnings") or []]
+
+
+def _write_cells(series: Sequence[GroupSeries], path: Path) -> None:
+    """One row for each trajectory and way of taking the slope."""
+    rows = []
+    for fit in analysis.FITS:
+        table = analysis.cells(series, fit)
+        rows += [[fit, *row] for row in zip(*table.values())]
+    write_csv(path, ("fit", *analysis.CELL_COLUMNS), rows)
+
+
+def write_all(out: str | os.PathLike) -> Path:
+    """Rebuild every table, figure and the report of a study; equal groups give equal bytes.
+
+    Writes runs.csv, losses.csv, metrics.csv, tables/, figures/ and report.md into `out`, each whole or not at all.
+
+    Args:
+      out: the study's folder, with groups/; config.json and manifest.json are used where they are.
+
+    Returns:
+      The path of report.md.
+
+    Raises:
+      ValueError: `out` is no folder, or a group's file is damaged.
+      OSError: a file cannot be read or written.
+    """
+    out = Path(out)
+    if not out.is_dir():
+        raise ValueError(f"out is {str(out)!r}, which is no folder")
+    groups, stated = collect(out), _stated(out)
+    runs = read_csv(out / "runs.csv", RUN_COLUMNS)
+    series = analysis.finished_groups(read_csv(out / "metrics.csv", METRIC_TABLE_COLUMNS), runs)
+    table = analysis.cells(series)
+    regressions = analysis.figure_3_regressions(table)
+
+    made = {
+        "table3": tables.table_3(runs),
+        "table4": tables.table_4(table),
+        "table4_signs": tables.signs(table),
+        "table4_slopes": tables.table_4_fits(series),
+        "figure3": tables.figure_3_table(regressions),
+    }
+    for name, report_table in made.items():
+        tables.write_table(report_table, out / "tables" / name)
+    _write_cells(series, out / "tables" / "trajectories.csv")
+    drawn = {
+        "figure1": figures.figure_1(series),
+        "figure2": figures.figure_2(series),
+        "figure3": figures.figure_3(table, regressions),
+    }
+    for name, figure in drawn.items():
+        figures.save(figure, out / "figures" / name)
+
+    text = ["# Queries and keys in training", "", f"Beside it: {paper.SOURCE}.", "", "## What was run", ""]
+    text += [*_what_was_run(groups, stated), "", "## Remarks", ""]
+    text += [f"- {remark}" for remark in _remarks(groups, stated)] + ["", "## Tables", ""]
+    text += [tables.to_markdown(report_table) for report_table in made.values()] + ["## Figures", ""]
+    for name, caption in CAPTIONS.items():
+        text += [f"![{name}](figures/{name}.png)", "", caption, ""]
+    write_text(out / "report.md", "\n".join(text))
+    return out / "report.md"
