@@ -1,0 +1,141 @@
+"""The commands. Arguments are checked, and refused in one sentence, before anything heavy is imported or written."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from qkgeom_jax import flags, study
+from qkgeom_jax.config import INITIALIZATIONS, PRESETS, Config, override
+
+
+def _make_parser(prog: str, description: str) -> flags.Parser:
+    """The flags that every training command has."""
+    parser = flags.Parser(prog=prog, description=description)
+    add = parser.add_argument
+    none: dict[str, Any] = {"default": argparse.SUPPRESS}
+    add("--depths", type=flags.DEPTHS, metavar="LIST", help="numbers of blocks, as 4,6,8", **none)
+    add("--inits", type=flags.INITS, metavar="LIST", help=f"query/key initialisations: {', '.join(INITIALIZATIONS)}", **none)
+    add("--seeds", type=flags.SEEDS, metavar="LIST", help="seeds, all trained in one program", **none)
+    add("--preset", type=flags.one_of(tuple(PRESETS)), metavar="NAME", help=f"{', '.join(PRESETS)}", **none)
+    add("--out", metavar="FOLDER", help="results folder (default: results/COMMAND-PRESET)", **none)
+    add("--config", metavar="FILE.toml", help="the same names as the flags, with _ for -; flags win", **none)
+    add("--keep-epochs", type=flags.one_of(("ends", "all")), metavar="WHICH",
+        help="keep the parameters of the first and last epoch (ends) or of all", **none)  # fmt: skip
+    doing = parser.add_mutually_exclusive_group()
+    doing.add_argument("--plan", action="store_true", help="say what would run, its memory, disk and time; train nothing")
+    doing.add_argument("--status", action="store_true", help="say how far the results folder has come")
+    doing.add_argument("--figures", action="store_true", help="redraw tables and figures from the results folder")
+    parser.add_argument("--fresh", action="store_true", help="move an old results folder aside and start anew")
+    flags.add_config_flags(parser)
+    return parser
+
+
+def _settings(parser: flags.Parser, argv: Sequence[str] | None, defaults: dict[str, Any]) -> dict[str, Any]:
+    """Flags over TOML over defaults; the configuration of all groups under ``base``."""
+    given = vars(parser.parse_args(argv))
+    own = {"depths": flags.DEPTHS, "inits": flags.INITS, "seeds": flags.SEEDS, "preset": None, "out": None, "keep_epochs": None}
+    toml = flags.read_toml(given["config"], (*own, *flags.config_fields())) if "config" in given else {}
+    for name in ("depths", "inits", "seeds", "preset", "out", "keep_epochs"):
+        if name in toml:
+            value = toml[name]
+            text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+            kind = next(action.type for action in parser._actions if action.dest == name) or str
+            try:
+                toml[name] = kind(text)
+            except argparse.ArgumentTypeError as error:
+                raise ValueError(f"{name} in {given['config']}: {error}") from None
+    settings = defaults | toml | given
+    return settings | {"base": flags.resolve(settings["preset"], toml, given)}
+
+
+def _make_study(command: str, settings: dict[str, Any]) -> study.Study:
+    preset, base = settings["preset"], settings["base"]
+    out = Path(settings.get("out") or f"results/{command}-{preset}").absolute()
+    groups = study.make_groups(base, settings["depths"], settings["inits"])
+    return study.Study(command, preset, out, base, groups, settings["keep_epochs"])
+
+
+def _with_corpus(wanted: study.Study) -> tuple[study.Study, Any]:
+    """The study with its corpus's vocabulary, and the corpus."""
+    from qkgeom_jax.corpus import load_corpus, require_windows
+
+    corpus = load_corpus(wanted.base.corpus)
+    require_windows(corpus, wanted.base.model.context)
+
+    def sized(config: Config) -> Config:
+        return override(config, vocabulary=len(corpus.vocabulary))
+
+    return dataclasses.replace(wanted, base=sized(wanted.base), groups=tuple(map(sized, wanted.groups))), corpus
+
+
+def _say_corpus(corpus: Any) -> None:
+    counts = ", ".join(f"{split} {count:,}" for split, count in corpus.characters.items())
+    unknown = ", ".join(f"{split} {share:.3%}" for split, share in corpus.unknown_share.items())
+    print(f"corpus {corpus.name}: {counts} characters; {len(corpus.vocabulary)} symbols; unknown: {unknown}", file=sys.stderr)
+    for note in corpus.notes:
+        print(f"  {note}", file=sys.stderr)
+
+
+def _execute(wanted: study.Study, settings: dict[str, Any]) -> int:
+    if settings["status"]:
+        from qkgeom_jax.plan import print_status
+
+        return print_status(wanted)
+    if settings["figures"]:
+        from qkgeom_jax import report
+
+        if not (wanted.out / "groups").is_dir():
+            raise study.StudyError(f"{wanted.out} holds no results; train first, or name the folder with --out")
+        print(report.write_all(wanted.out))
+        return study.DONE
+    wanted, corpus = _with_corpus(wanted)
+    if settings["plan"]:
+        from qkgeom_jax.plan import print_plan
+
+        return print_plan(wanted, corpus)
+    if not settings["fresh"]:
+        wanted = study.settle(wanted, corpus.sha256)
+    elif aside := study.set_aside(wanted.out):
+        print(f"moved the old results to {aside}", file=sys.stderr)
+    if settings["fresh"]:
+        wanted = study.settle(wanted, corpus.sha256)
+    study.prepare(wanted, corpus.sha256)
+    _say_corpus(corpus)
+    from qkgeom_jax.progress import make_progress
+
+    with study.StopSignal().installed() as stop, make_progress(wanted.groups) as progress:
+        status = study.run(wanted, corpus, progress, stop)
+    if status == study.STOPPED:
+        print("stopped; the same command goes on from here", file=sys.stderr)
+    else:
+        print(wanted.out / "report.md")
+    return status
+
+
+def _main(command: str, parser: flags.Parser, defaults: dict[str, Any], argv: Sequence[str] | None) -> int:
+    from qkgeom_jax.lock import LockedError
+
+    try:
+        settings = _settings(parser, argv, defaults)
+        return _execute(_make_study(command, settings), settings)
+    except (ValueError, LockedError) as error:
+        parser.error(str(error))
+    except BrokenPipeError:
+        # Whoever read our output has gone; Python would complain again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return study.FAILED
+
+
+def grid(argv: Sequence[str] | None = None) -> int:
+    """Train every depth, initialisation and seed; write Tables 3 and 4, Figures 1 to 3 and a report."""
+    parser = _make_parser("grid.py", grid.__doc__)
+    defaults = {
+        "preset": "quick", "depths": (4, 6, 8), "inits": INITIALIZATIONS, "keep_epochs": "ends",
+    }  # fmt: skip
+    return _main("grid", parser, defaults, argv)

@@ -1,0 +1,186 @@
+"""Command-line flags and TOML files to configurations: argument types, flags made from the dataclasses, messages."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import math
+import sys
+import tomllib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from qkgeom_jax.config import INITIALIZATIONS, PARTS, PRESETS, Config, override
+
+# Set by the grid (--depths, --inits) or found in the corpus.
+NOT_FLAGS = {"depth", "init", "vocabulary"}
+
+
+class Parser(argparse.ArgumentParser):
+    """Refuses abbreviations and repeated flags, and says what is wrong in one line with exit status 2."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter, **options)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {' '.join(message.split())}\n")
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        words = list(sys.argv[1:] if args is None else args)
+        known = {flag for action in self._actions for flag in action.option_strings}
+        given = [word.split("=", 1)[0] for word in words if word.startswith("--") and len(word) > 2]
+        for flag in given:
+            if flag not in known:
+                near = difflib.get_close_matches(flag, known, 1)
+                self.error(f"{flag} is no flag" + (f"; did you mean {near[0]}?" if near else "; see --help"))
+            if given.count(flag) > 1:
+                self.error(f"{flag} is given twice; give it once")
+        # A value that begins with a minus would be taken for a flag and answered with "expected one argument".
+        joined: list[str] = []
+        for word in words:
+            before = joined[-1] if joined else ""
+            if before in known and before.startswith("--") and word.startswith("-") and word[1:2].isdigit():
+                joined[-1] = f"{before}={word}"
+            else:
+                joined.append(word)
+        namespace, rest = super().parse_known_args(joined, namespace)
+        if rest:
+            self.error(f"{rest[0]!r} is no argument of this command; see --help")
+        return namespace
+
+
+def whole(text: str) -> int:
+    """A whole number in plain digits."""
+    digits = text.removeprefix("-")
+    if not (digits.isascii() and digits.isdigit() and len(digits) <= 18):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+    return int(text)
+
+
+def number(text: str) -> float:
+    """A finite number."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value) or "_" in text:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number")
+    return value
+
+
+def true_or_false(text: str) -> bool:
+    if text not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"{text!r}; allowed: true, false")
+    return text == "true"
+
+
+def listed(kind: Callable[[str], Any]) -> Callable[[str], tuple]:
+    """A comma-separated list without empty or repeated entries."""
+
+    def parse(text: str) -> tuple:
+        entries = text.split(",")
+        if "" in (entry.strip() for entry in entries):
+            raise argparse.ArgumentTypeError(f"{text!r} has an empty entry; write the values with single commas between them")
+        values = tuple(kind(entry.strip()) for entry in entries)
+        if len(set(values)) < len(values):
+            raise argparse.ArgumentTypeError(f"{text!r} names a value twice")
+        return values
+
+    return parse
+
+
+def one_of(allowed: Sequence[str]) -> Callable[[str], str]:
+    """One of some names; a wrong one is answered with the nearest."""
+
+    def parse(text: str) -> str:
+        if text not in allowed:
+            near = difflib.get_close_matches(text, allowed, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise argparse.ArgumentTypeError(f"{text!r}; allowed: {', '.join(allowed)}{hint}")
+        return text
+
+    return parse
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        value = whole(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"{text!r}; allowed: whole numbers of at least {least}")
+        return value
+
+    return parse
+
+
+def _kind(annotation: str) -> Callable[[str], Any]:
+    """The argument type of a dataclass field, from its annotation."""
+    plain = annotation.removesuffix(" | None")
+    return {"int": whole, "float": number, "bool": true_or_false, "str": str}[plain]
+
+
+def config_fields() -> dict[str, dataclasses.Field]:
+    """Every field that has a flag and a TOML key, by name."""
+    return {
+        field.name: field
+        for kind in PARTS.values()
+        for field in dataclasses.fields(kind)
+        if field.name not in NOT_FLAGS
+    }
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def add_config_flags(parser: Parser) -> None:
+    """A flag for each field; its default is the preset's, so none is set here."""
+    for name, field in config_fields().items():
+        parser.add_argument(
+            flag(name), type=_kind(field.type), default=argparse.SUPPRESS, metavar="VALUE", help=field.metadata["help"]
+        )
+
+
+def read_toml(path: str, known: Sequence[str]) -> dict[str, Any]:
+    """The flat table of a TOML file.
+
+    Raises:
+      ValueError: unreadable, not TOML, or with an unknown key; one sentence.
+    """
+    try:
+        values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"--config {path}: {error.strerror}") from None
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ValueError(f"--config {path} is no TOML file: {error}") from None
+    for name in values:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            raise ValueError(
+                f"--config {path}: {name} is no key; " + (f"did you mean {near[0]}?" if near else f"allowed: {', '.join(known)}")
+            )
+    return values
+
+
+def resolve(preset: str, toml: dict[str, Any], flags: dict[str, Any]) -> Config:
+    """The preset, overridden by a TOML file's values, overridden by flags.
+
+    Raises:
+      ValueError: a value that is out of range or of the wrong kind.
+    """
+    fields = config_fields()
+    types = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,)}
+    for name in toml.keys() & fields.keys():
+        expected = types[fields[name].type.removesuffix(" | None")]
+        if not isinstance(toml[name], expected) or (isinstance(toml[name], bool) and bool not in expected):
+            raise ValueError(f"{name} is {toml[name]!r} in the TOML file; allowed: {expected[-1].__name__} values")
+    values = {name: value for name, value in (toml | flags).items() if name in (*fields, "seeds")}
+    if "seeds" in values:
+        values["seeds"] = tuple(values["seeds"])
+    return override(PRESETS[preset], **values)
+
+
+DEPTHS = listed(at_least(1))
+INITS = listed(one_of(INITIALIZATIONS))
+SEEDS = listed(at_least(0))

@@ -1,0 +1,243 @@
+"""A study: its groups, its folder, and the loop that trains them one after another.
+
+OUT/config.json says what all groups share, and a later command must mean the same; each group's folder is complete in
+itself; everything else in OUT is rebuilt from the groups.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import shutil
+import signal
+import threading
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qkgeom_jax import results
+from qkgeom_jax.config import Config, override
+
+DONE, FAILED, BAD_INPUT, DIVERGED, STOPPED = 0, 1, 2, 3, 75
+
+# What may differ between two commands on one folder without changing what the results mean: the corpus is known by
+# its sha256, wherever it lies; a chunk is only how many steps go into one call.
+HARMLESS = {("training", "chunk"), ("corpus", "corpus"), ("corpus", "data_dir")}
+
+
+class StudyError(ValueError):
+    """The command and the folder do not go together; the message is one sentence for the user."""
+
+
+@dataclass(frozen=True)
+class Study:
+    """What one command asks for.
+
+    Attributes:
+      command: "grid" or "interventions".
+      preset: the name of the preset that the numbers started from.
+      out: the results folder.
+      base: what all groups share.
+      groups: the groups, in the order in which they train.
+      keep_epochs: "ends" or "all", of which epochs the parameters are kept.
+    """
+
+    command: str
+    preset: str
+    out: Path
+    base: Config
+    groups: tuple[Config, ...]
+    keep_epochs: str = "ends"
+
+
+def make_groups(
+    base: Config, depths: Sequence[int], inits: Sequence[str], interventions: Sequence[str] = ("none",)
+) -> tuple[Config, ...]:
+    """Every combination, shallow depths first."""
+    return tuple(
+        override(base, depth=depth, init=init, intervention=intervention)
+        for depth in depths
+        for init in inits
+        for intervention in interventions
+    )
+
+
+def _shared(config: Config) -> dict[str, Any]:
+    """The parts of a configuration that all groups of a study share."""
+    values = config.to_dict()
+    del values["model"]["depth"], values["model"]["init"], values["intervention"]
+    return values
+
+
+def _differences(old: Any, new: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        for name in sorted(old.keys() | new.keys()):
+            yield from _differences(old.get(name), new.get(name), (*path, name))
+    elif old != new:
+        yield path, old, new
+
+
+def settle(study: Study, corpus_sha256: str) -> Study:
+    """The study as its folder's first command fixed it, or the study itself in a new folder. Writes nothing.
+
+    More epochs than before are an extension: the schedule stays that of the first command.
+
+    Raises:
+      StudyError: the folder holds results of another meaning; all that differs is named, old and new.
+    """
+    path = study.out / "config.json"
+    schedule = {"decay_steps": study.base.decay_steps, "warmup_steps": study.base.warmup_steps}
+    if path.exists():
+        try:
+            stored = results.read_json(path)
+            held = stored["optimizer"]
+            for name in schedule:
+                if getattr(study.base.optimizer, name) is None:
+                    schedule[name] = held[name]
+        except (ValueError, KeyError, TypeError) as error:
+            raise StudyError(f"{path} is damaged ({error}); move the folder away with --fresh") from None
+    base = override(study.base, **schedule)
+    if path.exists():
+        wanted = {"command": study.command, "corpus_sha256": corpus_sha256, **_shared(base)}
+        changed = []
+        for where, old, new in _differences({k: v for k, v in stored.items() if k != "preset"}, wanted):
+            extension = where == ("training", "epochs") and isinstance(old, int) and new > old
+            if where not in HARMLESS and not extension:
+                changed.append(f"{'.'.join(where)} was {old!r} and is now {new!r}")
+        if changed:
+            raise StudyError(
+                f"{study.out} holds results of another configuration: {'; '.join(changed)}; "
+                "choose another --out, or move the folder aside with --fresh"
+            )
+    groups = tuple(override(group, **schedule) for group in study.groups)
+    return dataclasses.replace(study, base=base, groups=groups)
+
+
+def prepare(study: Study, corpus_sha256: str) -> None:
+    """Create the folder, and write config.json where the command adds to it."""
+    out = study.out
+    try:
+        (out / "groups").mkdir(parents=True, exist_ok=True)
+        probe = out / f".probe-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise StudyError(f"{out} cannot be written: {error.strerror}; choose another --out") from None
+    value = {"command": study.command, "preset": study.preset, "corpus_sha256": corpus_sha256, **_shared(study.base)}
+    path = out / "config.json"
+    if not path.exists() or results.read_json(path) != value:
+        results.write_json(path, value)
+
+
+def set_aside(out: Path) -> Path | None:
+    """Rename a results folder to the first free OUT.old-N; None where there is nothing to move."""
+    if not out.exists():
+        return None
+    number = 1
+    while (aside := out.with_name(f"{out.name}.old-{number}")).exists():
+        number += 1
+    out.rename(aside)
+    return aside
+
+
+class StopSignal:
+    """SIGTERM and SIGINT ask for an end between two programs; a second one ends the process at once."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+
+    def requested(self) -> bool:
+        return self._event.is_set()
+
+    def _handle(self, number: int, _frame: Any) -> None:
+        if self._event.is_set():
+            os._exit(STOPPED)
+        self._event.set()
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[StopSignal]:
+        before = {number: signal.signal(number, self._handle) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def is_done(group: Config, folder: Path) -> bool:
+    """The group has nothing left to do: it has all its epochs, or no seed that could train on."""
+    path = folder / "status.json"
+    if not path.exists():
+        return False
+    status = results.read_json(path)
+    dead = len(status["diverged"]) == len(group.seeds)
+    return status["status"] == "done" and (status["epochs_done"] >= group.training.epochs or dead)
+
+
+def run(study: Study, corpus: Any, progress: Any, stop: StopSignal) -> int:
+    """Train every group that is not done, then rebuild tables, figures and report.
+
+    A group that raises leaves its traceback in its folder, and the next one starts.
+
+    Returns:
+      The exit status: 0 done, 1 a group failed, 3 only seeds diverged, 75 stopped.
+    """
+    from qkgeom_jax import group as training
+    from qkgeom_jax import report
+    from qkgeom_jax.lock import Lock
+    from qkgeom_jax.manifest import describe_process, write_manifest
+
+    failed, diverged, stopped = [], [], False
+    for group in study.groups:
+        folder = study.out / "groups" / group.name
+        if is_done(group, folder):
+            progress.skip(group)
+            diverged += results.read_json(folder / "status.json")["diverged"]
+            continue
+        folder.mkdir(exist_ok=True)
+        with Lock(folder / "lock"):
+            progress.begin(group)
+            (folder / "params").mkdir(exist_ok=True)
+            (folder / "error.txt").unlink(missing_ok=True)
+            results.write_json(folder / "config.json", group.to_dict() | {"corpus_sha256": corpus.sha256})
+            try:
+                outcome = training.train_group(group, folder, corpus, progress, stop.requested, study.keep_epochs)
+            except training.Stopped:
+                stopped = True
+                break
+            except Exception as error:
+                results.write_text(folder / "error.txt", traceback.format_exc())
+                results.write_json(folder / "status.json", training.status_value("failed", 0, {}))
+                progress.note(f"{group.name} failed: {_first_line(error)} (all of it: {folder / 'error.txt'})")
+                failed.append(group.name)
+                continue
+            results.write_json(folder / "manifest.json", describe_process() | {"seconds": outcome.phases})
+            status = training.status_value("done", group.training.epochs, outcome.diverged)
+            results.write_json(folder / "status.json", status)
+            diverged += outcome.diverged
+            if len(outcome.diverged) == len(group.seeds):
+                progress.note(f"{group.name}: every seed diverged; nothing of it enters the tables")
+            progress.end(group)
+    if stopped:  # at once: the tables wait for the command that goes on, or for --figures
+        return STOPPED
+    # Twice: the report quotes the manifest, and the manifest has the report's digest.
+    write_manifest(study.out, study.preset, corpus)
+    report.write_all(study.out)
+    write_manifest(study.out, study.preset, corpus)
+    return FAILED if failed else DIVERGED if diverged else DONE
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def disk_free(path: Path) -> int:
+    """Bytes free where `path` lies or will lie."""
+    while not path.exists():
+        path = path.parent
+    return shutil.disk_usage(path).free
+
+
