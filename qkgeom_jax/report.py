@@ -98,7 +98,8 @@ def _remarks(groups: Sequence[Group], stated: Mapping[str, Any]) -> list[str]:
             f"**Too short for the claims**: runs of {min(map(_steps, finished)):,} steps. Queries and keys part after "
             f"several hundred steps; below {SHORT_STEPS:,} these numbers show that the machinery works, no more."
         )
-    if len({(group.config["training"]["epochs"], group.config["training"]["steps_per_epoch"]) for group in finished}) > 1:
+    lengths = {(group.config["training"]["epochs"], group.config["training"]["steps_per_epoch"]) for group in finished}
+    if len(lengths) > 1:
         remarks.append("Groups differ in the number or the length of their epochs: their slopes are not comparable.")
     if stated.get("preset") == "paper":
         remarks.append("The preset `paper` is not calibrated: the paper leaves open what it fixes.")

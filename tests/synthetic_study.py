@@ -23,8 +23,10 @@ def realistic(depth: int, init: str, layer: int, seed: int, epochs: np.ndarray) 
     rank = 0.6 * pr_k + 0.05 * cell[1] + 0.02 * own[1]
     entropy = 0.1 * rank + 0.005 * cell[2] + 0.002 * own[2]
     alignment = {
-        "qk_identical": 1 - (0.5 + 0.1 * place) * rise, "disjoint_support": 0.19 * rise, "independent": 0.07 + 0.12 * rise,
-    }[init]  # fmt: skip
+        "qk_identical": 1 - (0.5 + 0.1 * place) * rise,
+        "disjoint_support": 0.19 * rise,
+        "independent": 0.07 + 0.12 * rise,
+    }[init]
     return {
         "participation_ratio_q": 6 + 9 * fall + (5 + 3 * place + 0.6 * own[1]) * rise + 0.15 * noise[0],
         "participation_ratio_k": 7 + 9 * fall + 0.5 * place + pr_k * epochs + 0.15 * noise[1],
