@@ -89,6 +89,7 @@ def test_folders_that_do_not_say_which_file_is_which(tmp_path, names, message):
         (b"ab\xed\xa0\x80", "not UTF-8: byte 0xed at byte offset 2"),
         (b"abc\xf0\x9f\x98", "not UTF-8: byte 0xf0 at byte offset 3"),
         (b"a" * 30 + b"\x80" * 9, "not UTF-8: byte 0x80 at byte offset 30"),
+        *((b"a" * n + "é😀".encode() + b"\x92z", f"byte 0x92 at byte offset {n + 6}") for n in range(7)),
         ("text".encode("utf-16"), "byte offset 0 .it begins like UTF-16"),
         (TEXT.encode() + b"\0" + TEXT.encode(), f"NUL byte at byte offset {len(TEXT)}"),
         (b"abcd", "at least 5 times .its most frequent occurs 1 times"),

@@ -81,9 +81,9 @@ def decoded_chunks(data: bytes) -> Iterator[str]:
     start = 0
     while start < len(data):
         stop = min(start + CHUNK, len(data))
-        for _ in range(3):
-            if stop < len(data) and data[stop] & 0xC0 == 0x80:
-                stop -= 1
+        if stop < len(data):
+            # A fourth continuation byte in a row belongs to no character: then the cut stays, for the right offset.
+            stop = next((stop - back for back in range(4) if data[stop - back] & 0xC0 != 0x80), stop)
         try:
             yield str(memoryview(data)[start:stop], "utf-8")
         except UnicodeDecodeError as error:
