@@ -41,8 +41,7 @@ class _Damaged(Exception):
 class Checkpoints:
     """The newest `keep` steps of one training run in one folder. Close it, or the last save may be lost.
 
-    Not for two runs at once: their owner holds a `qkgeom_jax.lock.Lock` first. `warnings_` has a sentence for the user
-    about each step that was found damaged, and where it went.
+    For one run at a time, which holds a `qkgeom_jax.lock.Lock`. `warnings_` says which steps were found damaged.
 
     Args:
       folder: created where missing, made absolute; must be writable.
@@ -175,7 +174,7 @@ class Checkpoints:
             async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
         )  # fmt: skip
         manager = ocp.CheckpointManager(self.folder, options=options)
-        # Signals are the caller's; asking JAX's preemption service fails where it is switched off.
+        # Signals are the caller's; on a preemption notice Orbax would ask for the times that it did not read.
         manager.reached_preemption = lambda step: False
         return manager
 
@@ -184,7 +183,7 @@ class Checkpoints:
         ocp, folder = self._ocp, self.folder / str(step)
         try:
             if folder.is_symlink():
-                raise _Damaged("it is a symbolic link")
+                raise _Damaged("a symbolic link")
             item = dict(self._manager.restore(step, args=ocp.args.Composite(record=ocp.args.JsonRestore()))["record"])
             sealed = _sealed({key: value for key, value in item.items() if key != "sha256"})
             if item != sealed or item["step"] != step:
@@ -207,7 +206,7 @@ class Checkpoints:
             number, reason = _cause(error)
             if number in _NOT_DAMAGE:
                 raise CheckpointError(f"step {step} in {self.folder} cannot be read: {reason}") from error
-            raise _Damaged(f"it cannot be read: {reason}") from error
+            raise _Damaged(f"cannot be read: {reason}") from error
 
     def _quarantine(self, step: int, damage: str) -> None:
         """Moves a damaged step out of the way and says so."""
@@ -249,10 +248,6 @@ def _not_from_orbax(record: logging.LogRecord) -> bool:
     return f"{os.sep}orbax{os.sep}" not in record.pathname
 
 
-def _is_key(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
 def _leaves(name: str, tree: Any) -> dict[str, Any]:
     """Leaf path -> array."""
     leaves: dict[str, Any] = {}
@@ -270,17 +265,19 @@ def _leaves(name: str, tree: Any) -> dict[str, Any]:
 
 def _on_host(leaves: dict[str, Any]) -> tuple[dict[str, np.ndarray], dict[str, dict[str, Any]]]:
     """Host copies, and their descriptions as JSON."""
-    data = {path: jax.random.key_data(leaf) if _is_key(leaf) else leaf for path, leaf in leaves.items()}
+    prng = {path for path, leaf in leaves.items() if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)}
+    data = {path: jax.random.key_data(leaf) if path in prng else leaf for path, leaf in leaves.items()}
     for path, array in data.items():
         if not getattr(array, "is_fully_addressable", True):
             data[path] = multihost_utils.process_allgather(array, tiled=True)
     # Copies also on the CPU, where views would do, but the caller may donate what they view.
     arrays = {path: np.array(array) for path, array in jax.device_get(data).items()}
-    described = {}
-    for path, leaf in leaves.items():
-        described[path] = {"dtype": str(leaf.dtype), "shape": list(leaf.shape), "sha256": _digest(arrays[path])}
-        if _is_key(leaf):
-            described[path]["key"] = str(jax.random.key_impl(leaf))
+    described = {
+        path: {"dtype": str(leaf.dtype), "shape": list(leaf.shape), "sha256": _digest(arrays[path])}
+        for path, leaf in leaves.items()
+    }
+    for path in prng:
+        described[path]["generator"] = str(jax.random.key_impl(leaves[path]))
     return arrays, described
 
 
@@ -291,7 +288,7 @@ def _place(path: str, array: np.ndarray, described: dict[str, Any], leaf: Any) -
     placed = jax.device_put(array, sharding)
     if placed.dtype != array.dtype:
         raise CheckpointError(f"{path} is {array.dtype}, which JAX would cast to {placed.dtype} here")
-    return jax.random.wrap_key_data(placed, impl=described["key"]) if "key" in described else placed
+    return jax.random.wrap_key_data(placed, impl=described["generator"]) if "generator" in described else placed
 
 
 def _require_fit(name: str, leaves: dict[str, Any], wanted: dict[str, Any]) -> None:
@@ -299,8 +296,7 @@ def _require_fit(name: str, leaves: dict[str, Any], wanted: dict[str, Any]) -> N
     had = {path: f"{leaf['dtype']}{leaf['shape']}" for path, leaf in leaves.items()}
     want = {path: f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in wanted.items()}
     for path in sorted(had.keys() | want.keys()):
-        there, here = had.get(path, "missing"), want.get(path, "missing")
-        if there != here:
+        if (there := had.get(path, "missing")) != (here := want.get(path, "missing")):
             raise CheckpointError(f"{name} does not fit: {path} is {there} there and {here} in the template")
 
 

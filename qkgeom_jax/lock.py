@@ -50,9 +50,9 @@ class Lock:
             os.ftruncate(self._file, 0)
             os.pwrite(self._file, json.dumps(holder).encode(), 0)
         except BlockingIOError:
-            said = f"{self.path.parent} is in use by {_holder(self._file)}: wait until it ends, or choose another folder"
+            who = _holder(self._file)
             self.release()
-            raise LockedError(said) from None
+            raise LockedError(f"{self.path.parent} is in use by {who}; wait, or choose another folder") from None
         except OSError:
             self.release()
             raise

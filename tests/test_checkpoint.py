@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import multihost_utils
 
 from qkgeom_jax.checkpoint import CheckpointError, Checkpoints
 
@@ -436,6 +437,30 @@ def test_an_error_while_closing_is_not_swallowed(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoints._manager, "close", fail)
     with pytest.raises(CheckpointError, match=r"closing .* failed: the last file .*the last good step is 1"):
         checkpoints.close()
+
+
+def test_a_preemption_notice_does_not_disturb_a_save(opened, monkeypatch):
+    with contextlib.closing(opened()) as checkpoints:
+        checkpoints.save(1, make_one(1), {})
+    monkeypatch.setattr(multihost_utils, "reached_preemption_sync_point", lambda step: True)
+    checkpoints = opened()
+    checkpoints.save(2, make_one(2), {})
+    assert_same(checkpoints.restore(make_one(0))[1], make_one(2))
+
+
+def test_hostile_metadata_does_not_block(opened, tmp_path):
+    """Files that are valid but not what Orbax writes: it may be read or set aside, and the run goes on."""
+    for text in ("[]", "null", '{"commit_timestamp_nsecs": 1e40}', '{"item_handlers": 3}', "[" * 10**5, "\xff"):
+        with contextlib.closing(Checkpoints(tmp_path / "checkpoints")) as checkpoints:
+            checkpoints.save(1, make_one(1), {})
+            checkpoints.wait()
+        (tmp_path / "checkpoints" / "1" / "_CHECKPOINT_METADATA").write_text(text, encoding="latin-1")
+        with contextlib.closing(Checkpoints(tmp_path / "checkpoints")) as checkpoints:
+            restored = checkpoints.restore(make_one(0))
+            assert checkpoints.warnings_ if restored is None else assert_same(restored[1], make_one(1)) is None
+            checkpoints.save(2, make_one(2), {})
+            assert_same(checkpoints.restore(make_one(0))[1], make_one(2))
+        shutil.rmtree(tmp_path / "checkpoints")
 
 
 def test_killed_between_return_and_commit(opened, tmp_path):

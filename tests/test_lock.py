@@ -47,7 +47,7 @@ def test_the_second_is_refused_and_told_who_holds_it(tmp_path):
                 Lock(tmp_path / "lock")
     said = str(refused.value)
     assert said.startswith(f"{tmp_path} is in use by process {holder.pid} on {socket.gethostname()} since ")
-    assert re.search(r"since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d\+00:00: ", said) and "\n" not in said
+    assert re.search(r"since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d\+00:00; ", said) and "\n" not in said
 
 
 def test_kill_9_releases_and_the_left_over_file_does_not_block(tmp_path):
