@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from qkgeom_jax.metrics.attention import (
     attention_entropy,
     attention_gap,
-    attention_statistics,
     logit_statistics,
+    statistics_by_key,
     top_k_mass,
 )
 from qkgeom_jax.metrics.linalg import (
@@ -128,7 +128,8 @@ def attention_geometry(
     if spectrum_sequences is not None and spectrum_sequences < 1:
         raise ValueError(f"spectrum_sequences is {spectrum_sequences}; it must be at least 1")
     with jax.default_matmul_precision("highest"):
-        results = _attention_metrics(jnp.einsum("bhik,bhjk->bhij", q, k) / width**0.5, mask)
+        logits = jnp.einsum("bhik,bhjk->jbhi", q, k) / width**0.5
+        results = _attention_metrics(logits, jnp.transpose(mask)[:, None, None, :])
         # [2, H, B*T, K]: queries and keys side by side, so that each computation stands in the program once
         tokens = jnp.stack([q, k]).swapaxes(1, 2).reshape(2, heads, batch * positions, width)
         tokens, scale = scaled(tokens)
@@ -173,25 +174,22 @@ def _head_weights(w_q, w_k, heads: int, width: int) -> jax.Array | None:
 
 
 def _attention_metrics(logits: jax.Array, mask: jax.Array) -> dict[str, jax.Array]:
-    """Those of attention and logits [B, H, T, T], with the sequences pooled."""
-    results = {name: jnp.mean(value, axis=0) for name, value in attention_statistics(logits, mask).items()}
-    each = logit_statistics(logits, mask)
-    mean = jnp.mean(each["logit_mean"], axis=0)
+    """Those of attention and logits [T keys, B, H, T queries], with the sequences pooled."""
+    each = statistics_by_key(logits, mask)
+    results = {name: jnp.mean(value, axis=0) for name, value in each.items()}
     # every sequence has the same number of pairs: variance within plus variance of the means
-    squares = each["logit_variance"] + (each["logit_mean"] - mean[None]) ** 2
-    variance = jnp.mean(squares, axis=0)
-    return results | {
-        "logit_mean": mean,
-        "logit_std": jnp.sqrt(variance),
-        "logit_variance": variance,
-        "logit_max": jnp.max(each["logit_max"], axis=0),
-    }
+    within_and_between = jnp.concatenate([each["logit_std"], each["logit_mean"] - results["logit_mean"][None]])
+    scale = jnp.max(jnp.abs(within_and_between), axis=0)
+    scale = jnp.where(scale > 0, scale, 1.0)
+    std = jnp.sqrt(jnp.sum((within_and_between / scale[None]) ** 2, axis=0) / len(each["logit_std"])) * scale
+    return results | {"logit_std": std, "logit_variance": std * std, "logit_max": jnp.max(each["logit_max"], axis=0)}
 
 
 def _participation_ratios(rest: jax.Array, mean: jax.Array, scale: jax.Array) -> dict[str, jax.Array]:
     """Per head, jointly and uncentred, from one Gram matrix over all heads; rest [2, H, N, K], scale [2, H, 1, 1]."""
     heads, tokens, width = rest.shape[1:]
-    gram = jnp.einsum("xhnk,xgnl->xhkgl", rest, rest)
+    together = rest.swapaxes(1, 2).reshape(2, tokens, heads * width)
+    gram = (transpose(together) @ together).reshape(2, heads, width, heads, width)
     own = jnp.stack([gram[:, h, :, h] for h in range(heads)], axis=1)
     mean_square = tokens * mean[..., 0, :, None] * mean
     size = scale / jnp.max(scale, axis=1, keepdims=True)

@@ -103,13 +103,13 @@ def qr(a: jax.Array) -> tuple[jax.Array, jax.Array]:
     return transpose(q), r * scale
 
 
-def _gram_factor(gram: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Upper triangular r with r^T r = gram, and its inverse transposed; pivots that are rounding are raised."""
+def _eliminated(gram: jax.Array, beside: jax.Array) -> jax.Array:
+    """[r, r^-T beside] with r upper triangular and r^T r = gram; pivots that are rounding are raised."""
     n = gram.shape[-1]
     floor = 64 * EPSILON * jnp.diagonal(gram, axis1=-2, axis2=-1)
     floor = jnp.where(floor > 0, floor, 1.0)
-    identity = jnp.broadcast_to(jnp.eye(n, dtype=jnp.float32), gram.shape)
-    index = jnp.arange(2 * n)
+    a = jnp.concatenate([gram, beside], axis=-1)
+    index = jnp.broadcast_to(jnp.arange(a.shape[-1]), a[..., 0, :].shape)
 
     def eliminate(k, carry):
         # the update of the step before stands first, so that it happens in place on the carried array
@@ -117,15 +117,11 @@ def _gram_factor(gram: jax.Array) -> tuple[jax.Array, jax.Array]:
         a = a - factor[..., :, None] * row[..., None, :]
         row = _at(a, k, -2)
         pivot = jnp.maximum(_at(row, k, -1), _at(floor, k, -1))[..., None]
-        row = jnp.where(jnp.broadcast_to(index == k, row.shape), pivot, row) / jnp.sqrt(pivot)
-        row = jnp.where(jnp.broadcast_to(index >= k, row.shape), row, 0.0)
-        factor = jnp.where(jnp.broadcast_to(index[:n] > k, row[..., :n].shape), row[..., :n], 0.0)
+        row = jnp.where(index > k, row, jnp.where(index == k, pivot, 0.0)) / jnp.sqrt(pivot)
+        factor = jnp.where(index > k, row, 0.0)[..., :n]
         return a, factor, row, lax.dynamic_update_index_in_dim(rows, row, k, axis=-2)
 
-    a = jnp.concatenate([gram, identity], axis=-1)
-    start = a, jnp.zeros_like(a[..., 0]), jnp.zeros_like(a[..., 0, :]), jnp.zeros_like(a)
-    *_, rows = lax.fori_loop(0, n, eliminate, start)
-    return rows[..., :n], rows[..., n:]
+    return lax.fori_loop(0, n, eliminate, (a, jnp.zeros_like(a[..., 0]), jnp.zeros_like(a[..., 0, :]), a))[-1]
 
 
 def triangles(*xs: jax.Array) -> list[jax.Array]:
@@ -134,14 +130,13 @@ def triangles(*xs: jax.Array) -> list[jax.Array]:
     The first factor only has to make the columns nearly orthogonal; the second, of a well-conditioned matrix, restores
     the small singular values that a single Gram matrix loses. Together, the loops over columns are compiled once.
     """
-
-    def factors(xs):
-        first, inverse = _gram_factor(_stacked([transpose(x) @ x for x in xs]))
-        return _unstacked(first, xs), _unstacked(inverse, xs)
-
-    first, inverse = factors(xs)
-    second, _ = factors([x @ transpose(w) for x, w in zip(xs, inverse)])
-    return [b @ a for a, b in zip(first, second)]
+    n = xs[0].shape[-1]
+    gram = _stacked([transpose(x) @ x for x in xs])
+    first = _eliminated(gram, jnp.broadcast_to(jnp.eye(n, dtype=jnp.float32), gram.shape))
+    inverses = _unstacked(transpose(first[..., n:]), xs)
+    gram = _stacked([transpose(y) @ y for y in (x @ inverse for x, inverse in zip(xs, inverses))])
+    second = _eliminated(gram, gram[..., :0])
+    return _unstacked(second @ first[..., :n], xs)
 
 
 def _stacked(matrices: list[jax.Array]) -> jax.Array:
