@@ -79,7 +79,7 @@ def test_observe_returns_every_layer(setup):
     np.testing.assert_allclose(seen.attention.sum(-1), 1, atol=1e-6)
     np.testing.assert_allclose(seen.logits, seen.query @ seen.key.swapaxes(-1, -2) / math.sqrt(8), atol=1e-6)
     assert (np.asarray(seen.attention)[..., ~np.tri(8, dtype=bool)] == 0).all()
-    embedded = params["token_embedding"][tokens] + params["position_embedding"]
+    embedded = params["token_embedding"][tokens] + params["position_embedding"][None]
     np.testing.assert_allclose(seen.residual[0], embedded)
     assert not np.allclose(seen.query[0], seen.query[1])
 
