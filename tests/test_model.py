@@ -9,12 +9,19 @@ import tiny
 from qkgeom_jax import initializers, model
 from qkgeom_jax.config import INITIALIZATIONS
 
+make_params = jax.jit(initializers.make_params, static_argnums=1)
+apply = jax.jit(model.apply, static_argnums=(2, 3))
+
 
 @pytest.fixture(scope="module")
 def setup():
     config = tiny.config().model
-    params = initializers.make_params(jax.random.key(0), config)
+    params = make_params(jax.random.key(0), config)
     return config, params, jnp.asarray(tiny.tokens(24).reshape(3, 8).astype(np.int32))
+
+
+def everything(layer, block):
+    return layer
 
 
 def numpy_forward(params, tokens, config):
@@ -50,7 +57,7 @@ def test_logits_equal_an_independent_float64_computation(setup):
     config, params, tokens = setup
     # Biases and scales away from 0 and 1, so that a forgotten one would show.
     params = jax.tree.map(lambda a: a + 0.1 * jnp.cos(jnp.arange(a.size, dtype=jnp.float32)).reshape(a.shape), params)
-    got, observed = jax.jit(model.apply, static_argnums=2)(params, tokens, config)
+    got, observed = apply(params, tokens, config)
     assert observed is None and got.shape == (3, 8, 11) and got.dtype == jnp.float32
     np.testing.assert_allclose(got, numpy_forward(params, tokens, config), atol=2e-5)
 
@@ -61,18 +68,19 @@ def test_no_position_sees_a_later_token(setup):
     def logit_at(embedded, position):
         """Logits of one position as a function of a perturbation at every position."""
         shifted = params | {"position_embedding": params["position_embedding"] + embedded}
-        return model.apply(shifted, tokens, config)[0][:, position].sum()
+        return apply(shifted, tokens, config)[0][:, position].sum()
 
     zero = jnp.zeros_like(params["position_embedding"])
+    gradient = jax.jit(jax.grad(logit_at))
     for position in range(8):
-        reach = np.abs(jax.grad(logit_at)(zero, position)).sum(-1)
+        reach = np.abs(gradient(zero, position)).sum(-1)
         assert (reach[position + 1 :] == 0).all() and (reach[: position + 1] > 0).all()
 
 
 def test_observe_returns_every_layer(setup):
     config, params, tokens = setup
-    logits, seen = model.apply(params, tokens, config, lambda layer, block: layer)
-    plain, _ = model.apply(params, tokens, config)
+    logits, seen = apply(params, tokens, config, everything)
+    plain, _ = apply(params, tokens, config)
     np.testing.assert_allclose(logits, plain, atol=1e-6)
     assert seen.query.shape == seen.key.shape == seen.value.shape == (2, 3, 2, 8, 8)
     assert seen.logits.shape == seen.attention.shape == (2, 3, 2, 8, 8) and seen.residual.shape == (2, 3, 8, 16)
@@ -92,8 +100,8 @@ def test_untrained_loss_is_near_that_of_a_uniform_guess(setup):
 
 def test_shorter_sequences_pass_and_longer_ones_are_refused(setup):
     config, params, tokens = setup
-    whole, _ = model.apply(params, tokens, config)
-    half, _ = model.apply(params, tokens[:, :4], config)
+    whole, _ = apply(params, tokens, config)
+    half, _ = apply(params, tokens[:, :4], config)
     np.testing.assert_allclose(half, whole[:, :4], atol=1e-6)
     with pytest.raises(ValueError, match="9 positions; the model's context is 8"):
         model.apply(params, jnp.zeros((1, 9), jnp.int32), config)
@@ -103,16 +111,17 @@ def test_rematerialisation_changes_no_gradient(setup):
     config, params, _ = setup
     tokens = jnp.asarray(tiny.tokens(18).reshape(2, 9).astype(np.int32))
     again = tiny.config(rematerialise=True).model
-    plain, remade = (jax.grad(model.cross_entropy)(params, tokens, c) for c in (config, again))
+    gradient = jax.jit(jax.grad(model.cross_entropy), static_argnums=2)
+    plain, remade = (gradient(params, tokens, c) for c in (config, again))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-7), plain, remade)
 
 
 def test_bfloat16_computes_in_bfloat16_and_returns_float32(setup):
     config, params, tokens = setup
     half = tiny.config(compute_dtype="bfloat16").model
-    logits, seen = model.apply(params, tokens, half, lambda layer, block: layer)
+    logits, seen = apply(params, tokens, half, everything)
     assert logits.dtype == jnp.float32 and seen.query.dtype == jnp.bfloat16 and seen.logits.dtype == jnp.float32
-    exact, _ = model.apply(params, tokens, config)
+    exact, _ = apply(params, tokens, config)
     difference = np.abs(logits - exact).max()
     assert 0 < difference < 0.02
 
@@ -122,7 +131,7 @@ def test_bfloat16_computes_in_bfloat16_and_returns_float32(setup):
 
 def query_key(init, seed=0, width=64):
     config = tiny.config(init=init, width=width).model
-    attention = initializers.make_params(jax.random.key(seed), config)["blocks"]["attention"]
+    attention = make_params(jax.random.key(seed), config)["blocks"]["attention"]
     return np.asarray(attention["query"]), np.asarray(attention["key"])
 
 
@@ -150,7 +159,7 @@ def test_independent_is_xavier_over_the_whole_matrix():
 
 
 def test_initialisations_of_one_seed_share_everything_but_queries_and_keys():
-    trees = [initializers.make_params(jax.random.key(4), tiny.config(init=init).model) for init in INITIALIZATIONS]
+    trees = [make_params(jax.random.key(4), tiny.config(init=init).model) for init in INITIALIZATIONS]
     for tree in trees:
         del tree["blocks"]["attention"]["query"], tree["blocks"]["attention"]["key"]
     jax.tree.map(np.testing.assert_array_equal, *trees[:2])
@@ -158,7 +167,7 @@ def test_initialisations_of_one_seed_share_everything_but_queries_and_keys():
 
 
 def test_the_scales_of_embeddings_and_mlp():
-    params = initializers.make_params(jax.random.key(0), tiny.config(depth=8, width=64, vocabulary=200).model)
+    params = make_params(jax.random.key(0), tiny.config(depth=8, width=64, vocabulary=200).model)
     for name in ("token_embedding", "head"):
         assert abs(float(params[name].std()) - 0.02) < 0.001
     mlp = params["blocks"]["mlp"]
