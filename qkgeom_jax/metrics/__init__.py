@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from qkgeom_jax.metrics.attention import (
     attention_entropy,
@@ -17,10 +20,11 @@ from qkgeom_jax.metrics.linalg import (
     qr,
     scaled,
     singular_values,
-    stacked_singular_values,
+    stacked,
     svd,
     transpose,
     triangles,
+    unstacked,
 )
 from qkgeom_jax.metrics.spectra import (
     centred,
@@ -134,22 +138,17 @@ def attention_geometry(
         tokens = jnp.stack([q, k]).swapaxes(1, 2).reshape(2, heads, batch * positions, width)
         tokens, scale = scaled(tokens)
         rest, mean = centred(tokens)
-        pairs: dict[str, jax.Array] = _participation_ratios(rest, mean, scale)
+        pairs = _participation_ratios(rest, mean, scale, weights)
         pairs["activation_norm"] = activation_norm(tokens) * scale[..., 0, 0]
-        short, _ = scaled(jnp.stack([q, k])[:, :spectrum_sequences])
-        matrices = [rest, short] if weights is None else [rest, short, scaled(weights)[0]]
-        activations, *factors = triangles(*matrices)
-        cores = [activations, *(factor[0] @ transpose(factor[1]) for factor in factors)]
-        spectrum, *products = (s[..., : min(x.shape[-2:])] for s, x in zip(stacked_singular_values(cores), matrices))
-        pairs["effective_rank"] = effective_rank(spectrum)
-        covariance = spectrum_statistics(spectrum * scale[..., 0], batch * positions, width)
+        few, _ = scaled(jnp.stack([q, k])[:, :spectrum_sequences])
+        (s, pairs["effective_rank"]), *products = _spectra([rest, few] if weights is None else [rest, few, weights])
+        covariance = spectrum_statistics(s * scale[..., 0], batch * positions)
         pairs |= {f"covariance_{name}": value for name, value in covariance.items()}
-        results["effective_rank_qk"] = jnp.mean(effective_rank(products[0]), axis=0)
+        results["effective_rank_qk"] = jnp.mean(products[0][1], axis=0)
         if weights is not None:
-            results["effective_rank_qk_weight"] = effective_rank(products[1])
-            pairs["participation_ratio_weight"] = participation_ratio_weight(weights)
-            whole = jnp.stack([jnp.asarray(w).astype(jnp.float32) for w in (w_q, w_k)])
-            pairs |= {"frobenius_norm": frobenius_norm(whole), "spectral_norm": spectral_norm(whole)}
+            results["effective_rank_qk_weight"] = products[1][1]
+            both = jnp.stack([jnp.asarray(w).astype(jnp.float32) for w in (w_q, w_k)])
+            pairs |= {"frobenius_norm": frobenius_norm(both), "spectral_norm": spectral_norm(both)}
             results["cosine_similarity"] = cosine_similarity(w_q, w_k)
             results["column_alignment"] = column_alignment(w_q, w_k)
             results["column_alignment_signed"] = column_alignment(w_q, w_k, signed=True)
@@ -161,7 +160,7 @@ def attention_geometry(
 
 
 def _head_weights(w_q, w_k, heads: int, width: int) -> jax.Array | None:
-    """[2, H, D, K], or None."""
+    """[2, H, D, K] with largest entry 1 in each head, or None."""
     if w_q is None and w_k is None:
         return None
     if w_q is None or w_k is None or jnp.ndim(w_q) != 2 or jnp.shape(w_q) != jnp.shape(w_k):
@@ -169,8 +168,8 @@ def _head_weights(w_q, w_k, heads: int, width: int) -> jax.Array | None:
         raise ValueError(f"w_q and w_k have the shapes {shapes}; give both, of the same shape [D, H*K], or neither")
     if jnp.shape(w_q)[1] != heads * width:
         raise ValueError(f"w_q has shape {jnp.shape(w_q)}; {heads} heads of width {width} need {heads * width} columns")
-    stack = jnp.stack([jnp.asarray(w).astype(jnp.float32) for w in (w_q, w_k)])
-    return stack.reshape(2, -1, heads, width).swapaxes(1, 2)
+    both = jnp.stack([jnp.asarray(w).astype(jnp.float32) for w in (w_q, w_k)])
+    return scaled(both.reshape(2, -1, heads, width).swapaxes(1, 2))[0]
 
 
 def _attention_metrics(logits: jax.Array, mask: jax.Array) -> dict[str, jax.Array]:
@@ -178,24 +177,35 @@ def _attention_metrics(logits: jax.Array, mask: jax.Array) -> dict[str, jax.Arra
     each = statistics_by_key(logits, mask)
     results = {name: jnp.mean(value, axis=0) for name, value in each.items()}
     # every sequence has the same number of pairs: variance within plus variance of the means
-    within_and_between = jnp.concatenate([each["logit_std"], each["logit_mean"] - results["logit_mean"][None]])
-    scale = jnp.max(jnp.abs(within_and_between), axis=0)
-    scale = jnp.where(scale > 0, scale, 1.0)
-    std = jnp.sqrt(jnp.sum((within_and_between / scale[None]) ** 2, axis=0) / len(each["logit_std"])) * scale
+    parts = jnp.concatenate([each["logit_std"], each["logit_mean"] - results["logit_mean"][None]])
+    largest = jnp.max(jnp.abs(parts), axis=0, keepdims=True)
+    largest = jnp.where(largest > 0, largest, 1.0)
+    std = (jnp.sqrt(jnp.sum((parts / largest) ** 2, axis=0, keepdims=True) / len(each["logit_std"])) * largest)[0]
     return results | {"logit_std": std, "logit_variance": std * std, "logit_max": jnp.max(each["logit_max"], axis=0)}
 
 
-def _participation_ratios(rest: jax.Array, mean: jax.Array, scale: jax.Array) -> dict[str, jax.Array]:
-    """Per head, jointly and uncentred, from one Gram matrix over all heads; rest [2, H, N, K], scale [2, H, 1, 1]."""
+def _participation_ratios(rest, mean, scale, weights) -> dict[str, jax.Array]:
+    """All of them, queries and keys: from one Gram matrix over all heads of rest [2, H, N, K], and that of the weights."""
     heads, tokens, width = rest.shape[1:]
     together = rest.swapaxes(1, 2).reshape(2, tokens, heads * width)
     gram = (transpose(together) @ together).reshape(2, heads, width, heads, width)
     own = jnp.stack([gram[:, h, :, h] for h in range(heads)], axis=1)
-    mean_square = tokens * mean[..., 0, :, None] * mean
+    grams = [own, own + tokens * mean[..., 0, :, None] * mean]
+    if weights is not None:
+        grams.append(transpose(weights) @ weights)
+    names = ("participation_ratio", "participation_ratio_uncentred", "participation_ratio_weight")
     size = scale / jnp.max(scale, axis=1, keepdims=True)
     joint = gram * size[..., None] * size.reshape(2, 1, 1, heads, 1)
-    return {
-        "participation_ratio": trace_ratio(own),
-        "participation_ratio_uncentred": trace_ratio(own + mean_square),
-        "participation_ratio_joint": trace_ratio(joint.reshape(2, heads * width, heads * width)),
-    }
+    joint = trace_ratio(joint.reshape(2, heads * width, heads * width))
+    return {**dict(zip(names, trace_ratio(jnp.stack(grams)))), "participation_ratio_joint": joint}
+
+
+def _spectra(matrices: list[jax.Array]) -> list[tuple[jax.Array, jax.Array]]:
+    """Singular values, and effective ranks, of the first batch, and of a[0] a[1]^T for each of the others."""
+    first, *others = triangles(*matrices)
+    cores = [first, *(a[0] @ transpose(a[1]) for a in others)]
+    s = singular_values(stacked(cores))
+    # a core is K x K also where its matrices have fewer rows
+    ranks = np.repeat([min(x.shape[-2:]) for x in matrices], [math.prod(core.shape[:-2]) for core in cores])
+    s = jnp.where(np.arange(s.shape[-1]) < ranks[:, None], s, 0.0)
+    return list(zip(unstacked(s, cores), unstacked(effective_rank(s), cores)))

@@ -131,21 +131,21 @@ def triangles(*xs: jax.Array) -> list[jax.Array]:
     the small singular values that a single Gram matrix loses. Together, the loops over columns are compiled once.
     """
     n = xs[0].shape[-1]
-    gram = _stacked([transpose(x) @ x for x in xs])
+    gram = stacked([transpose(x) @ x for x in xs])
     first = _eliminated(gram, jnp.broadcast_to(jnp.eye(n, dtype=jnp.float32), gram.shape))
-    inverses = _unstacked(transpose(first[..., n:]), xs)
-    gram = _stacked([transpose(y) @ y for y in (x @ inverse for x, inverse in zip(xs, inverses))])
+    inverses = unstacked(transpose(first[..., n:]), xs)
+    gram = stacked([transpose(y) @ y for y in (x @ inverse for x, inverse in zip(xs, inverses))])
     second = _eliminated(gram, gram[..., :0])
-    return _unstacked(second @ first[..., :n], xs)
+    return unstacked(second @ first[..., :n], xs)
 
 
-def _stacked(matrices: list[jax.Array]) -> jax.Array:
+def stacked(matrices: list[jax.Array]) -> jax.Array:
     """One batch axis over all matrices of equal shape in several batches."""
     return jnp.concatenate([a.reshape(-1, *a.shape[-2:]) for a in matrices])
 
 
-def _unstacked(stack: jax.Array, like: list[jax.Array]) -> list[jax.Array]:
-    """The inverse of `_stacked`, with the batch axes of `like`."""
+def unstacked(stack: jax.Array, like: list[jax.Array]) -> list[jax.Array]:
+    """The inverse of `stacked`, with the batch axes of `like`."""
     sizes = [math.prod(a.shape[:-2]) for a in like]
     parts = jnp.split(stack, list(itertools.accumulate(sizes))[:-1])
     return [part.reshape(*a.shape[:-2], *part.shape[1:]) for part, a in zip(parts, like)]
@@ -240,11 +240,6 @@ def singular_values(a: jax.Array) -> jax.Array:
     if m > _TALL * n:
         (a,) = triangles(a)
     return _bidiagonal_values(*_bidiagonal(a)) * scale[..., 0]
-
-
-def stacked_singular_values(matrices: list[jax.Array]) -> list[jax.Array]:
-    """Singular values of several batches of matrices of equal shape, in one computation."""
-    return [s[..., 0] for s in _unstacked(singular_values(_stacked(matrices))[..., None], matrices)]
 
 
 @singular_values.defjvp

@@ -113,11 +113,11 @@ def effective_rank_activations(x: jax.Array) -> jax.Array:
     return effective_rank(_singular_values(centred(scaled(x)[0])[0]))
 
 
-def spectrum_statistics(s: jax.Array, tokens: int, d: int) -> dict[str, jax.Array]:
-    """Statistics of the covariance whose centred activations have the singular values s [..., r]."""
+def spectrum_statistics(s: jax.Array, tokens: int) -> dict[str, jax.Array]:
+    """Statistics of the covariance of activations that have, centred, the singular values s [..., d]."""
     root = s / tokens**0.5
     largest, smallest = root[..., 0], root[..., -1]
-    singular = smallest <= d * EPSILON * largest if tokens > d else jnp.ones_like(largest, dtype=bool)
+    singular = smallest <= s.shape[-1] * EPSILON * largest
     return {
         "trace": jnp.sum(root * root, axis=-1),
         "max": largest * largest,
@@ -146,7 +146,9 @@ def covariance_statistics(x: jax.Array) -> dict[str, jax.Array]:
     {'trace': 2.5, 'max': 2.0, 'min': 0.5, 'condition': 4.0}
     """
     x, scale = scaled(x)
-    return spectrum_statistics(_singular_values(centred(x)[0]) * scale[..., 0], *x.shape[-2:])
+    tokens, d = x.shape[-2:]
+    s = _singular_values(centred(x)[0]) * scale[..., 0]
+    return spectrum_statistics(jnp.pad(s, [(0, 0)] * (s.ndim - 1) + [(0, max(d - tokens, 0))]), tokens)
 
 
 def effective_rank_qk(q: jax.Array, k: jax.Array) -> jax.Array:

@@ -11,13 +11,19 @@ from qkgeom_jax.metrics.linalg import scaled, transpose
 _SQUARINGS = 20
 
 
-def _cosine(a: jax.Array, b: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    """Cosine over axes; 0, with a derivative of 0, where either is zero."""
-    (a, _), (b, _) = scaled(a), scaled(b)
+def _sums(w_q: jax.Array, w_k: jax.Array) -> jax.Array:
+    """[3, ..., columns]: products, squares of w_q, squares of w_k, summed over each column; matrices scaled."""
+    (a, _), (b, _) = scaled(w_q), scaled(w_k)
     if a.shape != b.shape:
         raise ValueError(f"w_q has shape {a.shape} and w_k {b.shape}; they must have the same")
-    squares = jnp.sum(a * a, axis=axes) * jnp.sum(b * b, axis=axes)
-    return jnp.where(squares > 0, jnp.sum(a * b, axis=axes) / jnp.sqrt(jnp.where(squares > 0, squares, 1.0)), 0.0)
+    return jnp.stack([jnp.sum(product, axis=-2) for product in (a * b, a * a, b * b)])
+
+
+def _cosine(sums: jax.Array) -> jax.Array:
+    """The cosine, or 0, with a derivative of 0, where either vector is zero."""
+    product, a, b = sums
+    sizes = a * b
+    return jnp.where(sizes == 0, 0.0, product / jnp.sqrt(jnp.where(sizes == 0, 1.0, sizes)))
 
 
 def cosine_similarity(w_q: jax.Array, w_k: jax.Array) -> jax.Array:
@@ -36,7 +42,7 @@ def cosine_similarity(w_q: jax.Array, w_k: jax.Array) -> jax.Array:
     >>> print(cosine_similarity(jnp.eye(2), -3 * jnp.eye(2)))
     -1.0
     """
-    return _cosine(w_q, w_k, (-2, -1))
+    return _cosine(jnp.sum(_sums(w_q, w_k), axis=-1))
 
 
 def column_alignment(w_q: jax.Array, w_k: jax.Array, signed: bool = False) -> jax.Array:
@@ -58,7 +64,7 @@ def column_alignment(w_q: jax.Array, w_k: jax.Array, signed: bool = False) -> ja
     >>> print(column_alignment(w, jnp.array([[-2.0, 1.0], [0.0, -1.0]])))
     0.5
     """
-    cosines = _cosine(w_q, w_k, (-2,))
+    cosines = _cosine(_sums(w_q, w_k))
     return jnp.mean(cosines if signed else jnp.abs(cosines), axis=-1)
 
 
