@@ -65,7 +65,7 @@ def _with_corpus(wanted: study.Study) -> tuple[study.Study, Any]:
     """The study with its corpus's vocabulary, and the corpus."""
     from qkgeom_jax.corpus import load_corpus, require_windows
 
-    corpus = load_corpus(wanted.base.corpus)
+    corpus = load_corpus(wanted.base.corpus, progress=lambda text: print(text, file=sys.stderr, flush=True))
     require_windows(corpus, wanted.base.model.context)
 
     def sized(config: Config) -> Config:
@@ -95,16 +95,14 @@ def _execute(wanted: study.Study, settings: dict[str, Any]) -> int:
         print(report.write_all(wanted.out))
         return study.DONE
     wanted, corpus = _with_corpus(wanted)
+    if settings["fresh"] and not settings["plan"] and (aside := study.set_aside(wanted.out)):
+        print(f"moved the old results to {aside}", file=sys.stderr)
+    if not (settings["fresh"] and settings["plan"]):
+        wanted = study.settle(wanted, corpus.sha256)
     if settings["plan"]:
         from qkgeom_jax.plan import print_plan
 
         return print_plan(wanted, corpus)
-    if not settings["fresh"]:
-        wanted = study.settle(wanted, corpus.sha256)
-    elif aside := study.set_aside(wanted.out):
-        print(f"moved the old results to {aside}", file=sys.stderr)
-    if settings["fresh"]:
-        wanted = study.settle(wanted, corpus.sha256)
     study.prepare(wanted, corpus.sha256)
     _say_corpus(corpus)
     from qkgeom_jax.progress import make_progress
