@@ -73,11 +73,13 @@ def qr(a: jax.Array) -> tuple[jax.Array, jax.Array]:
     [[5.  2.2]
      [0.  0.4]]
     """
-    a, scale = scaled(a)
-    m, n = a.shape[-2:]
+    m, n = jnp.shape(a)[-2:]
     if m < n:
-        raise ValueError(f"a has shape {a.shape}; qr takes at least as many rows as columns")
-    columns = transpose(a)
+        raise ValueError(f"a has shape {jnp.shape(a)}; qr takes at least as many rows as columns")
+    a, scale = scaled(a)
+    # each column to length about 1: squares of 1e-20 would be 0
+    columns, lengths = scaled(transpose(a)[..., None, :])
+    columns, lengths = columns[..., 0, :], lengths[..., 0, 0]
 
     def add_column(j, carry):
         q, r, covered = carry
@@ -100,7 +102,7 @@ def qr(a: jax.Array) -> tuple[jax.Array, jax.Array]:
 
     start = jnp.zeros_like(columns), jnp.zeros((*a.shape[:-2], n, n), jnp.float32), jnp.zeros_like(a[..., 0])
     q, r, _ = lax.fori_loop(0, n, add_column, start)
-    return transpose(q), r * scale
+    return transpose(q), r * lengths[..., None, :] * scale
 
 
 def _gram_factor(gram: jax.Array, floor: float, inverse: bool) -> tuple[jax.Array, jax.Array]:
@@ -288,8 +290,8 @@ def product_singular_values(a: jax.Array, b: jax.Array) -> jax.Array:
     return singular_values(core) * (scale_a * scale_b)[..., 0]
 
 
-def _jacobi(x: jax.Array, m: int) -> jax.Array:
-    """Rotates the rows of x [..., n, w], n even, until their first m entries are orthogonal to rounding."""
+def _jacobi(x: jax.Array, m: int) -> tuple[jax.Array, jax.Array]:
+    """x [..., n, w], n even, its rows rotated until their first m entries are orthogonal, and the sweeps it took."""
     half = x.shape[-2] // 2
     tolerance = EPSILON * max(m, 4) ** 0.5
 
@@ -331,8 +333,9 @@ def _jacobi(x: jax.Array, m: int) -> jax.Array:
         return x, *angles, worst, sweep + 1
 
     zero = jnp.zeros_like(x[..., :half, :1])
-    x, *_ = lax.while_loop(unfinished, sweep_once, (x, zero, zero, zero, jnp.ones(x.shape[:-2], jnp.float32), 0))
-    return x
+    start = x, zero, zero, zero, jnp.ones(x.shape[:-2], jnp.float32), 0
+    x, *_, sweeps = lax.while_loop(unfinished, sweep_once, start)
+    return x, sweeps
 
 
 @jax.default_matmul_precision("highest")
@@ -366,7 +369,7 @@ def svd(a: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     q, r = qr(a)
     # rows of r, and beside them the rotations so far; a zero row makes their number even
     x = jnp.concatenate([r, jnp.broadcast_to(jnp.eye(n, dtype=jnp.float32), r.shape)], axis=-1)
-    x = _jacobi(jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, n % 2), (0, 0)]), n)
+    x, _ = _jacobi(jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, n % 2), (0, 0)]), n)
     s = _norm(x[..., :n])
     order = jnp.argsort(-s[..., 0], axis=-1)[..., :n, None]
     x, s = jnp.take_along_axis(x, order, axis=-2), jnp.take_along_axis(s, order, axis=-2)
