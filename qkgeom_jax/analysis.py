@@ -46,7 +46,13 @@ REGRESSIONS = {
 class GroupSeries:
     """Every metric of one finished group, by seed, layer and epoch.
 
-    `values` maps a metric's column, and ``participation_ratio_difference`` (PR_Q - PR_K), to float64 [S, L, E + 1].
+    Attributes:
+      depth: L.
+      init: the query/key initialisation.
+      seeds: the S seeds that did not diverge, ascending.
+      epochs: [E + 1], ascending from 0, the untrained model.
+      steps: completed optimizer steps [E + 1].
+      values: a metric's column, or ``participation_ratio_difference`` (PR_Q - PR_K), to float64 [S, L, E + 1].
     """
 
     depth: int
@@ -72,7 +78,10 @@ class MeanSd:
 
 @dataclass(frozen=True)
 class Regression:
-    """A straight line through points, with 95% confidence intervals; NaN, and a reason, where it is undefined."""
+    """A least-squares line through n points, Pearson's r, its p, and 95% confidence intervals.
+
+    All are NaN where the line is undefined, and `reason` says why; it is empty otherwise.
+    """
 
     n: int
     slope: float = np.nan
@@ -163,13 +172,13 @@ def fit_slope(epochs: np.ndarray, steps: np.ndarray, y: np.ndarray, fit: str = "
     if fit not in FITS:
         raise ValueError(f"fit is {fit!r}; allowed: {', '.join(FITS)}")
     x = steps / 1000 if fit == "per_1000_steps" else epochs
-    after = {"with_epoch_0": -1, "second_half": np.max(epochs, initial=0) / 2}.get(fit, 0)
-    kept = epochs > after
+    last = np.max(epochs, initial=0)
+    kept = epochs > {"with_epoch_0": -1, "second_half": last / 2}.get(fit, 0)
     return slope(x[kept], y[..., kept])
 
 
-def regression(x: np.ndarray, y: np.ndarray, level: float = 0.95) -> Regression:
-    """Least-squares line of y on x, Pearson's r, its two-sided p, and confidence intervals.
+def regression(x: np.ndarray, y: np.ndarray) -> Regression:
+    """Least-squares line of y on x, Pearson's r, its two-sided p, and 95% confidence intervals.
 
     The interval of r is by Fisher's z, tanh(artanh r -+ 1.96 / sqrt(n - 3)), and needs four points; that of the slope
     is by Student's t with n - 2 degrees of freedom. Pairs with an undefined member are left out.
@@ -177,7 +186,6 @@ def regression(x: np.ndarray, y: np.ndarray, level: float = 0.95) -> Regression:
     Args:
       x: [n].
       y: [n].
-      level: of the intervals.
 
     Returns:
       `Regression`; undefined, with the reason, for fewer than three points or where all x or all y are equal.
@@ -199,9 +207,9 @@ def regression(x: np.ndarray, y: np.ndarray, level: float = 0.95) -> Regression:
     if abs(r) == 1:
         low = high = r
     elif n > 3:
-        reach = stats.norm.ppf((1 + level) / 2) / np.sqrt(n - 3)
+        reach = stats.norm.ppf(0.975) / np.sqrt(n - 3)
         low, high = np.tanh(np.arctanh(r) - reach), np.tanh(np.arctanh(r) + reach)
-    margin = stats.t.ppf((1 + level) / 2, n - 2) * line.stderr
+    margin = stats.t.ppf(0.975, n - 2) * line.stderr
     return Regression(
         n, float(line.slope), float(line.intercept), r, float(line.pvalue), float(low), float(high),
         float(line.slope - margin), float(line.slope + margin),
@@ -288,11 +296,11 @@ def cells(groups: Sequence[GroupSeries], fit: str = "per_epoch") -> Table:
 
 
 def subset(table: Table, name: str) -> Table:
-    """The cells of one of `SUBSETS`."""
+    """The rows of a table with a column ``init`` that belong to one of `SUBSETS`."""
     return select(table, np.isin(table["init"], SUBSETS[name]))
 
 
 def figure_3_regressions(table: Table) -> dict[str, Regression]:
-    """The two regressions of Figure 3 over the uncoupled cells of `cells`, by the names of `REGRESSIONS`."""
+    """The two regressions of Figure 3 over the uncoupled rows of `cells`, by the names of `REGRESSIONS`."""
     uncoupled = subset(table, "uncoupled")
     return {name: regression(uncoupled[x], uncoupled[y]) for name, (x, y) in REGRESSIONS.items()}

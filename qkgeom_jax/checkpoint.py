@@ -1,34 +1,37 @@
 """Checkpoints of a training state: written by Orbax in the background, verified leaf by leaf on the way back.
 
-Orbax checksums neither arrays nor JSON, casts dtypes silently and reports a failed background write late. Here a step is
-one Orbax checkpoint with two items: `state`, a flat dictionary from leaf path to host array, and `record`, JSON with the
-caller's record and every leaf's shape, dtype and sha256. What does not match on the way back is never returned.
+Orbax checksums neither arrays nor JSON, casts dtypes silently and reports a failed background write late. Here a step
+is one Orbax checkpoint with two items: `state`, a flat dictionary from leaf path to host array, and `record`, JSON with
+the caller's record and every leaf's dtype, shape and sha256. What does not match on the way back is never returned.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
 import logging
 import os
 import re
+import secrets
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 
-QUARANTINE = "quarantine"
-_STEP_NAME = re.compile(r"0|[1-9][0-9]*")
-_LEFTOVERS = "*.orbax-checkpoint-tmp*"
+# The process lacks something; the checkpoint may be sound.
+_NOT_DAMAGE = {errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or does not fit; the message names the step and the last good one."""
+    """A checkpoint could not be written, or is sound but not what was asked for; the message names the step."""
 
 
 class _Damaged(Exception):
@@ -36,20 +39,25 @@ class _Damaged(Exception):
 
 
 class Checkpoints:
-    """The newest `keep` steps of one training run in one folder.
+    """The newest `keep` steps of one training run in one folder. Close it, or the last save may be lost.
 
-    Not for two processes at once: hold a `qkgeom_jax.lock.Lock` on the folder's owner first.
+    For one run at a time, which holds a `qkgeom_jax.lock.Lock`. `warnings_` says which steps were found damaged.
 
     Args:
-      folder: created where missing, made absolute; probed for writing before Orbax sees it.
+      folder: created where missing, made absolute; must be writable.
       keep: how many steps stay on disk; an older one is deleted once a newer one is complete.
-
-    Attributes:
-      warnings_: sentences for the user about steps that were found damaged and where they went.
 
     Raises:
       ValueError: `keep` is not a whole number of at least 1.
       CheckpointError: the folder cannot be created or written.
+
+    >>> folder, state = tempfile.mkdtemp(), {"weights": jnp.arange(3.0), "key": jax.random.key(7)}
+    >>> with contextlib.closing(Checkpoints(folder)) as checkpoints:
+    ...     checkpoints.save(10, state, {"epoch": 1})
+    >>> with contextlib.closing(Checkpoints(folder)) as checkpoints:
+    ...     step, restored, record = checkpoints.restore(jax.eval_shape(lambda: state))
+    >>> step, restored["weights"].tolist(), record
+    (10, [0.0, 1.0, 2.0], {'epoch': 1})
     """
 
     def __init__(self, folder: str | os.PathLike[str], keep: int = 2) -> None:
@@ -57,37 +65,37 @@ class Checkpoints:
             raise ValueError(f"keep is {keep!r}; allowed: a whole number of at least 1")
         self.folder = Path(folder).absolute()
         self.warnings_: list[str] = []
-        self._pending: tuple[int, int] | None = None  # step and bytes of the save in the background
-        _probe(self.folder)
-        _hush()
-        # Half a second that a user of the metrics, or of `--help`, need not wait.
+        self._doing = ""
+        try:
+            self._prepare_folder()
+        except OSError as error:
+            raise CheckpointError(f"checkpoints cannot be written to {self.folder}: {_cause(error)[1]}") from error
+        # Imported here: it takes half a second, and whoever asks for `--help` need not wait.
         import orbax.checkpoint as ocp
 
-        self._ocp = ocp
-        self._sweep()
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=False, save_root_metadata=False)
-        self._manager = ocp.CheckpointManager(self.folder, options=options)
+        # What Orbax has to say comes back as an error; its log lines stay off the terminal.
+        logging.getLogger("absl").addFilter(_not_from_orbax)
+        self._ocp, self._keep = ocp, keep
+        self._manager = self._open()
 
     @property
     def steps(self) -> list[int]:
         """The complete steps on disk, oldest first; one still being written is not among them."""
         # Orbax renames a step's folder into place when all of it is written, so a name is a promise.
-        names = (path.name for path in self.folder.iterdir())
-        return sorted(int(name) for name in names if _STEP_NAME.fullmatch(name))
+        names = os.listdir(self.folder) if self.folder.is_dir() else ()
+        return sorted(int(name) for name in names if re.fullmatch("0|[1-9][0-9]*", name))
 
     def save(self, step: int, state: Any, record: dict[str, Any]) -> None:
-        """Copies `state` to the host and starts writing it; returns while the disk is still at work.
-
-        The state may be donated or deleted as soon as this returns.
+        """Copies `state`, which may then be donated, and returns while the copy is still being written.
 
         Args:
-          step: greater than every step saved before.
-          state: a pytree of arrays; dictionary keys must be strings. Typed PRNG keys are welcome.
-          record: JSON values that come back as they are.
+          step: greater than every step on disk.
+          state: a pytree of arrays, typed PRNG keys among them; keys of dictionaries are strings.
+          record: JSON values.
 
         Raises:
-          ValueError: an argument that could not be restored as it is, or a step that is not newer than the last.
-          CheckpointError: this save, or the one before it, failed.
+          ValueError: a step that is not newer than the last, or what would not come back as it is.
+          CheckpointError: this save, or the one before it, failed; names its step and the last good one.
         """
         self.wait()
         if not isinstance(step, int) or isinstance(step, bool) or step < 0:
@@ -95,61 +103,45 @@ class Checkpoints:
         if self.steps and step <= self.steps[-1]:
             raise ValueError(f"step is {step}; it must be greater than the last saved step, {self.steps[-1]}")
         _require_json(record)
-        leaves = _leaves(state, "state")
-        arrays = _to_host(leaves)
-        described = {path: _describe(leaf, arrays[path]) for path, leaf in leaves.items()}
-        item = _sealed({"step": step, "record": record, "leaves": described})
-        self._pending = step, sum(array.nbytes for array in arrays.values())
-        args = self._ocp.args.Composite(
-            state=self._ocp.args.PyTreeSave(arrays), record=self._ocp.args.JsonSave(item)
-        )
-        try:
-            saved = self._manager.save(step, args=args, force=True)
-        except Exception as error:
-            raise self._failure(error) from error
-        if not saved:
-            raise self._failure(RuntimeError("Orbax declined to save it"))
+        arrays, leaves = _on_host(_leaves("state", state))
+        item = _sealed({"step": step, "record": record, "leaves": leaves})
+        ocp, size = self._ocp, sum(array.nbytes for array in arrays.values())
+        self._doing = f"saving step {step} ({size / 1e6:.1f} MB) to {self.folder}"
+        with self._failing():
+            self._prepare_folder(size)
+            if list(self._manager.all_steps()) != self.steps:  # after a failure or a quarantine
+                self._manager.close()
+                self._manager = self._open()
+            args = ocp.args.Composite(state=ocp.args.PyTreeSave(arrays), record=ocp.args.JsonSave(item))
+            self._manager.save(step, args=args, force=True)
 
     def wait(self) -> None:
-        """Returns when the last save is complete on disk.
-
-        Raises:
-          CheckpointError: it failed; the message names its step and the last good one. Said once.
-        """
-        try:
+        """Returns when the last save is complete on disk; raises CheckpointError, once, when it failed."""
+        with self._failing():
             self._manager.wait_until_finished()
-        except Exception as error:
-            raise self._failure(error) from error
-        self._pending = None
 
     def restore(self, template: Any) -> tuple[int, Any, dict[str, Any]] | None:
-        """The newest step that verifies, or None.
+        """The newest step that verifies, as (step, state, record), or None.
 
-        A step that does not verify is moved to `quarantine/`, said in `warnings_`, and the one before is tried.
+        One that does not verify is moved to `quarantine/`, said in `warnings_`, and the one before it is tried.
 
         Args:
-          template: a pytree with the saved one's structure, shapes and dtypes: arrays, or `jax.ShapeDtypeStruct`s. A
-            leaf that has a sharding decides where the restored one lies; else it lies on the default device.
-
-        Returns:
-          (step, state, record).
+          template: a pytree with the saved one's leaves, shapes and dtypes: arrays, or `jax.ShapeDtypeStruct`s. Where a
+            leaf is committed to a sharding, so is the restored one; else it lies on the default device.
 
         Raises:
-          ValueError: the template has a leaf that is no array.
-          CheckpointError: the step is sound but has other leaves, shapes or dtypes than the template.
+          CheckpointError: the step is sound but its leaves, shapes or dtypes are not the template's.
         """
         self.wait()
-        wanted = _leaves(template, "template")
+        wanted = _leaves("template", template)
         for step in reversed(self.steps):
             try:
-                item = self._read_record(step)
-                self._require_fit(step, item["leaves"], wanted)
-                arrays = self._read_arrays(step, item["leaves"])
+                record, leaves, arrays = self._read(step, wanted)
             except _Damaged as damage:
                 self._quarantine(step, str(damage))
                 continue
-            placed = [_place(arrays[path], leaf, item["leaves"][path]) for path, leaf in wanted.items()]
-            return step, jax.tree.unflatten(jax.tree.structure(template), placed), item["record"]
+            placed = [_place(path, arrays[path], leaves[path], leaf) for path, leaf in wanted.items()]
+            return step, jax.tree.unflatten(jax.tree.structure(template), placed), record
         return None
 
     def verify(self) -> list[str]:
@@ -158,146 +150,161 @@ class Checkpoints:
         problems = []
         for step in self.steps:
             try:
-                self._read_arrays(step, self._read_record(step)["leaves"])
+                self._read(step)
             except _Damaged as damage:
-                problems.append(f"checkpoint {self.folder / str(step)}: {damage}")
+                problems.append(f"the checkpoint of step {step} in {self.folder} is damaged ({damage})")
         return problems
 
     def close(self) -> None:
-        """Waits for the last save and ends Orbax's threads. Closing twice does nothing.
-
-        Raises:
-          CheckpointError: the last save failed.
-        """
+        """Waits as `wait` does, then ends Orbax's threads. Closing twice does nothing."""
         try:
             self.wait()
         finally:
-            self._manager.close()
+            self._doing = f"closing {self.folder}"
+            with self._failing():
+                self._manager.close()
 
-    def _read_record(self, step: int) -> dict[str, Any]:
-        """The step's JSON item, if it is what `save` wrote."""
-        args = self._ocp.args.Composite(record=self._ocp.args.JsonRestore())
+    def _open(self) -> Any:
+        ocp = self._ocp
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=self._keep, create=False, save_root_metadata=False,
+            # Otherwise opening fails on the first step that has unreadable metadata.
+            lightweight_initialize=True,
+            # Otherwise a folder that cannot be created fails in the background and is waited for, 300 s, at exit.
+            async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
+        )  # fmt: skip
+        manager = ocp.CheckpointManager(self.folder, options=options)
+        # Signals are the caller's; on a preemption notice Orbax would ask for the times that it did not read.
+        manager.reached_preemption = lambda step: False
+        return manager
+
+    def _read(self, step: int, wanted: dict[str, Any] | None = None) -> tuple[dict, dict, dict[str, np.ndarray]]:
+        """Record, leaf descriptions and arrays of a step, all as they were saved; compared with `wanted` first."""
+        ocp, folder = self._ocp, self.folder / str(step)
         try:
-            item = dict(self._manager.restore(step, args=args)["record"])
+            if folder.is_symlink():
+                raise _Damaged("a symbolic link")
+            item = dict(self._manager.restore(step, args=ocp.args.Composite(record=ocp.args.JsonRestore()))["record"])
+            sealed = _sealed({key: value for key, value in item.items() if key != "sha256"})
+            if item != sealed or item["step"] != step:
+                raise _Damaged("its record is not what was saved")
+            leaves, arrays = item["leaves"], {}
+            if wanted is not None:
+                _require_fit(f"step {step} in {self.folder}", leaves, wanted)
+            for path, leaf in leaves.items():
+                # One at a time: when one of several concurrent reads fails, the others print tracebacks of their own.
+                args = ocp.args.PyTreeRestore(
+                    item={path: 0}, restore_args={path: ocp.RestoreArgs(restore_type=np.ndarray)}, partial_restore=True
+                )
+                arrays[path] = self._manager.restore(step, args=ocp.args.Composite(state=args))["state"][path]
+                if _digest(arrays[path]) != leaf["sha256"]:
+                    raise _Damaged(f"{path} is not what was saved")
+            return item["record"], leaves, arrays
+        except (_Damaged, CheckpointError, MemoryError):
+            raise
         except Exception as error:
-            raise _Damaged(f"its record cannot be read ({_first_line(error)})") from error
-        if item != _sealed({key: value for key, value in item.items() if key != "sha256"}) or item.get("step") != step:
-            raise _Damaged("its record is not what was saved")
-        return item
-
-    def _read_arrays(self, step: int, leaves: dict[str, Any]) -> dict[str, np.ndarray]:
-        """The step's host arrays, every one with the digest in `leaves`."""
-        as_numpy = {path: self._ocp.RestoreArgs(restore_type=np.ndarray) for path in leaves}
-        args = self._ocp.args.Composite(state=self._ocp.args.PyTreeRestore(restore_args=as_numpy))
-        try:
-            arrays = self._manager.restore(step, args=args)["state"]
-        except Exception as error:
-            raise _Damaged(f"its arrays cannot be read ({_first_line(error)})") from error
-        if set(arrays) != set(leaves):
-            raise _Damaged("arrays are missing or added")
-        for path, array in arrays.items():
-            if _digest(array) != leaves[path]["sha256"]:
-                raise _Damaged(f"{path} is not what was saved")
-        return arrays
-
-    def _require_fit(self, step: int, leaves: dict[str, Any], wanted: dict[str, Any]) -> None:
-        """A sound step of another configuration is the caller's mistake, not damage."""
-        for path in sorted(set(leaves) ^ set(wanted)):
-            where = "the checkpoint" if path in leaves else "the template"
-            raise CheckpointError(f"step {step} in {self.folder} does not fit: only {where} has {path}")
-        for path, leaf in wanted.items():
-            had, want = _form(leaves[path]["dtype"], leaves[path]["shape"]), _form(leaf.dtype, leaf.shape)
-            if had != want:
-                raise CheckpointError(f"step {step} in {self.folder} does not fit: {path} is {had}, not {want}")
+            number, reason = _cause(error)
+            if number in _NOT_DAMAGE:
+                raise CheckpointError(f"step {step} in {self.folder} cannot be read: {reason}") from error
+            raise _Damaged(f"cannot be read: {reason}") from error
 
     def _quarantine(self, step: int, damage: str) -> None:
-        """Moves a damaged step out of Orbax's sight and says so."""
-        folder = self.folder / QUARANTINE
-        folder.mkdir(exist_ok=True)
-        target = next(p for n in range(10**6) if not os.path.lexists(p := folder / (f"{step}-{n}" if n else f"{step}")))
-        os.replace(self.folder / str(step), target)
-        self._manager.reload()
-        self.warnings_.append(f"checkpoint of step {step} is damaged: {damage}; moved to {target}")
+        """Moves a damaged step out of the way and says so."""
+        target = self.folder / "quarantine" / f"{step}-{secrets.token_hex(4)}"
+        if jax.process_index() == 0:
+            target.parent.mkdir(exist_ok=True)
+            os.replace(self.folder / str(step), target)
+        self.warnings_.append(f"the checkpoint of step {step} is damaged ({damage}); moved to {target}")
 
-    def _failure(self, error: Exception) -> CheckpointError:
-        """The failed save as one error; afterwards the folder is as if it had never been tried."""
-        (step, size), self._pending = self._pending or (None, 0), None
-        self._sweep()
-        self._manager.reload()
-        good = f"the last good step is {self.steps[-1]}" if self.steps else "there is no earlier step"
-        reason = _first_line(error)
-        free = shutil.disk_usage(self.folder).free
-        if "No space left" in str(error) or free < size:
-            reason = f"the disk is full: it needs about {size / 1e6:.1f} MB, {free / 1e6:.1f} MB are free"
-        return CheckpointError(f"saving step {step} to {self.folder} failed ({reason}); {good}")
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Any error as a CheckpointError of one sentence; nothing of a failed save stays on disk."""
+        try:
+            yield
+        except Exception as error:
+            self._remove_leftovers()
+            free = shutil.disk_usage(self.folder).free if self.folder.is_dir() else 0
+            good = f"the last good step is {self.steps[-1]}" if self.steps else "there is no good step"
+            said = f"{self._doing} failed: {_cause(error)[1]} ({free / 1e6:.1f} MB free); {good}"
+            raise CheckpointError(said) from error
 
-    def _sweep(self) -> None:
-        """Removes what an interrupted save left behind."""
-        for path in self.folder.glob(_LEFTOVERS):
-            path.unlink() if path.is_symlink() else shutil.rmtree(path, ignore_errors=True)
-
-
-def _probe(folder: Path) -> None:
-    """Writes and deletes one file: Orbax would fail too, but then hang for five minutes at exit."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder) as file:
+    def _prepare_folder(self, size: int = 1) -> None:
+        """Makes the folder, clears it of interrupted saves, and raises OSError when `size` bytes cannot be written."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._remove_leftovers()
+        with tempfile.TemporaryFile(dir=self.folder) as file:
+            # A disk that is full is said here; in the background every array would print a traceback of its own.
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, max(size, 1))
             file.write(b"0")
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise CheckpointError(f"checkpoints cannot be written to {folder}: {reason}") from error
+
+    def _remove_leftovers(self) -> None:
+        if jax.process_index() == 0:
+            for path in self.folder.glob("*.orbax-checkpoint-tmp*"):
+                path.unlink() if path.is_symlink() else shutil.rmtree(path, ignore_errors=True)
 
 
-def _from_orbax(record: logging.LogRecord) -> bool:
-    return f"{os.sep}orbax{os.sep}" in record.pathname
+def _not_from_orbax(record: logging.LogRecord) -> bool:
+    return f"{os.sep}orbax{os.sep}" not in record.pathname
 
 
-def _keep_log(record: logging.LogRecord) -> bool:
-    return not _from_orbax(record)
-
-
-def _hush() -> None:
-    """Keeps Orbax's log lines from the terminal; everything it has to say comes back as an error."""
-    logging.getLogger("absl").addFilter(_keep_log)
-
-
-def _leaves(tree: Any, name: str) -> dict[str, Any]:
-    """Leaf path -> array, in the tree's order."""
+def _leaves(name: str, tree: Any) -> dict[str, Any]:
+    """Leaf path -> array."""
     leaves: dict[str, Any] = {}
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        text = jax.tree_util.keystr(path, simple=True, separator="/")
-        for key in path:
-            if isinstance(key, jax.tree_util.DictKey) and not isinstance(key.key, str):
-                raise ValueError(f"{name} has the dictionary key {key.key!r} in {text}; allowed: strings")
-        if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
-            raise ValueError(f"{name} has {leaf!r} at {text}; allowed: arrays")
-        if text in leaves:
-            raise ValueError(f"{name} has two leaves named {text}")
-        leaves[text] = leaf
+    for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        path = jax.tree_util.keystr(keys, simple=True, separator="/")
+        if not all(isinstance(getattr(key, "key", ""), str) for key in keys):
+            raise ValueError(f"{name} has a dictionary key that is no string in {path}; allowed: strings")
+        if not isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
+            raise ValueError(f"{name} has {leaf!r} at {path}; allowed: arrays")
+        if path in leaves:
+            raise ValueError(f"{name} has two leaves named {path}; allowed: one")
+        leaves[path] = leaf
     return leaves
 
 
-def _is_key(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+def _on_host(leaves: dict[str, Any]) -> tuple[dict[str, np.ndarray], dict[str, dict[str, Any]]]:
+    """Host copies, and their descriptions as JSON."""
+    prng = {path for path, leaf in leaves.items() if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)}
+    data = {path: jax.random.key_data(leaf) if path in prng else leaf for path, leaf in leaves.items()}
+    for path, array in data.items():
+        if not getattr(array, "is_fully_addressable", True):
+            data[path] = multihost_utils.process_allgather(array, tiled=True)
+    # Copies also on the CPU, where views would do, but the caller may donate what they view.
+    arrays = {path: np.array(array) for path, array in jax.device_get(data).items()}
+    described = {
+        path: {"dtype": str(leaf.dtype), "shape": list(leaf.shape), "sha256": _digest(arrays[path])}
+        for path, leaf in leaves.items()
+    }
+    for path in prng:
+        described[path]["generator"] = str(jax.random.key_impl(leaves[path]))
+    return arrays, described
 
 
-def _to_host(leaves: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Host copies that share no memory with the device: on a CPU, views would, and the caller may donate."""
-    arrays = {path: jax.random.key_data(leaf) if _is_key(leaf) else leaf for path, leaf in leaves.items()}
-    return {path: np.array(array) for path, array in jax.device_get(arrays).items()}
-
-
-def _place(array: np.ndarray, leaf: Any, described: dict[str, Any]) -> jax.Array:
+def _place(path: str, array: np.ndarray, described: dict[str, Any], leaf: Any) -> jax.Array:
     """A verified host array as a device array like `leaf`."""
-    # A template that was never committed to a device must not make a restored state that is: jit would compile again.
+    # Where the template was never committed to a device, the state must not be either: jit would compile again.
     sharding = getattr(leaf, "sharding", None) if getattr(leaf, "committed", True) else None
     placed = jax.device_put(array, sharding)
-    return jax.random.wrap_key_data(placed, impl=described["key"]) if "key" in described else placed
+    if placed.dtype != array.dtype:
+        raise CheckpointError(f"{path} is {array.dtype}, which JAX would cast to {placed.dtype} here")
+    return jax.random.wrap_key_data(placed, impl=described["generator"]) if "generator" in described else placed
 
 
-def _describe(leaf: Any, array: np.ndarray) -> dict[str, Any]:
-    described = {"dtype": str(leaf.dtype), "shape": list(leaf.shape), "sha256": _digest(array)}
-    return {**described, "key": str(jax.random.key_impl(leaf))} if _is_key(leaf) else described
+def _require_fit(name: str, leaves: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """A sound step of another configuration is a mistake of the caller's, not damage."""
+    had = {path: f"{leaf['dtype']}{leaf['shape']}" for path, leaf in leaves.items()}
+    want = {path: f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in wanted.items()}
+    for path in sorted(had.keys() | want.keys()):
+        if (there := had.get(path, "missing")) != (here := want.get(path, "missing")):
+            raise CheckpointError(f"{name} does not fit: {path} is {there} there and {here} in the template")
+
+
+def _require_json(record: Any) -> None:
+    with contextlib.suppress(TypeError, ValueError, RecursionError):
+        if isinstance(record, dict) and json.loads(json.dumps(record, allow_nan=False)) == record:
+            return
+    raise ValueError(f"record is {str(record)[:200]}; allowed: a dictionary of JSON values with finite numbers")
 
 
 def _digest(array: np.ndarray) -> str:
@@ -308,23 +315,14 @@ def _digest(array: np.ndarray) -> str:
 
 
 def _sealed(item: dict[str, Any]) -> dict[str, Any]:
-    """`item` with the sha256 of its own canonical JSON."""
+    """`item` with the sha256 of its own JSON."""
     text = json.dumps(item, sort_keys=True, allow_nan=False)
     return {**item, "sha256": hashlib.sha256(text.encode()).hexdigest()}
 
 
-def _require_json(record: Any) -> None:
-    try:
-        same = json.loads(json.dumps(record, allow_nan=False)) == record
-    except (TypeError, ValueError, RecursionError):
-        same = False
-    if not same or not isinstance(record, dict):
-        raise ValueError(f"record is {record!r}; allowed: a dictionary of JSON values, with string keys and finite numbers")
-
-
-def _form(dtype: Any, shape: Any) -> str:
-    return f"{dtype}[{', '.join(str(n) for n in shape)}]"
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+def _cause(error: Exception) -> tuple[int, str]:
+    """The system's error number or 0, and what went wrong without the paths and settings wrapped around it."""
+    found = re.search(r"os_error_code='(\d+)'", str(error))  # how TensorStore reports it
+    number = int(found[1]) if found else getattr(error, "errno", None) or 0
+    text = os.strerror(number) if number else str(error).partition(" [tensorstore_spec")[0].strip()
+    return number, text.splitlines()[0][:200] if text else type(error).__name__

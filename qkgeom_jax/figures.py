@@ -54,12 +54,12 @@ def _band(axes: Axes, x: np.ndarray, values: np.ndarray, look: Mapping[str, str]
     """The mean of values [n, x] with a band of a standard error; no band for n = 1."""
     mean, error = values.mean(axis=0), standard_error(values)
     axes.plot(x, mean, clip_on=False, **(dict(look) | line))
-    axes.fill_between(x, mean - error, mean + error, color=look["color"], alpha=0.2, linewidth=0)
+    axes.fill_between(x, mean - error, mean + error, color=look["color"], alpha=0.3, linewidth=0)
 
 
 def _say_bands(figure: Figure, groups: Sequence[GroupSeries]) -> None:
     if any(len(group.seeds) < 2 for group in groups):
-        figure.supxlabel("A band needs two seeds; where there is none, one was run.", fontsize=7, color=GREY)
+        figure.supxlabel("A band needs two seeds; where it is missing, there is one.", fontsize=7, color=GREY)
 
 
 def _figure(height: float, width: float = WIDTH) -> Figure:
@@ -71,7 +71,7 @@ def figure_1(groups: Sequence[GroupSeries]) -> Figure:
     """Figure 1. Top: alignment over epochs by initialisation. Bottom: profiles over the layers of the deepest depth.
 
     Args:
-      groups: from `analysis.finished_groups`; none is allowed.
+      groups: from `analysis.finished_groups`; may be empty.
 
     Returns:
       A figure. Lines at the top are means over runs (a depth and a seed, averaged over layers), at the bottom over
@@ -93,9 +93,7 @@ def figure_1(groups: Sequence[GroupSeries]) -> Figure:
         if not own:
             continue
         epochs = functools.reduce(np.intersect1d, [group.epochs for group in own])
-        runs = [
-            group.values["column_alignment"].mean(axis=1)[:, np.isin(group.epochs, epochs)] for group in own
-        ]
+        runs = [group.values["column_alignment"].mean(axis=1)[:, np.isin(group.epochs, epochs)] for group in own]
         _band(top, epochs, np.concatenate(runs), look, label=INIT_LABELS[init])
     top.xaxis.set_major_locator(MaxNLocator(integer=True))
     top.set_ylim(bottom=0)
@@ -129,7 +127,7 @@ def figure_2(groups: Sequence[GroupSeries]) -> Figure:
     """Figure 2: PR_Q - PR_K over epochs, a panel for each initialisation and depth.
 
     Args:
-      groups: from `analysis.finished_groups`; none is allowed.
+      groups: from `analysis.finished_groups`; may be empty.
 
     Returns:
       A figure. Thin lines are layers, from light (first) to dark (last), averaged over seeds; the thick line is their
@@ -160,7 +158,7 @@ def figure_2(groups: Sequence[GroupSeries]) -> Figure:
         Line2D([], [], color=_shade(0), linewidth=0.7, label="first layer"),
         Line2D([], [], color=_shade(1), linewidth=0.7, label="last layer"),
         Line2D([], [], color="black", linewidth=1.6, label="mean over layers"),
-        Patch(color="black", alpha=0.2, linewidth=0, label="± standard error over seeds"),
+        Patch(color="black", alpha=0.3, linewidth=0, label="± standard error over seeds"),
     ]
     figure.legend(handles=handles, loc="outside upper center", ncols=4 if len(depths) > 1 else 2)
     for axes, depth in zip(panels[0], depths):

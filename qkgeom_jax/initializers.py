@@ -5,6 +5,7 @@ Shapes use the axis glossary of `qkgeom_jax.model`. A kernel is [input, output]:
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import jax
@@ -17,10 +18,15 @@ Params = dict
 EMBEDDING_STD = 0.02
 
 
+# Keeps the compiler from repeating a generator in everything that reads a part of what it drew.
+_drawn = jax.lax.optimization_barrier
+
+
 def _xavier(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Glorot and Bengio (2010), uniform, over the last two axes."""
     bound = math.sqrt(6 / (shape[-2] + shape[-1]))
-    return jax.random.uniform(key, shape, jnp.float32, -bound, bound)
+    # Drawn flat: a generator of many axes takes the compiler five times as long.
+    return _drawn(jax.random.uniform(key, (math.prod(shape),), jnp.float32, -bound, bound)).reshape(shape)
 
 
 def qk_identical(key: jax.Array, depth: int, width: int) -> tuple[jax.Array, jax.Array]:
@@ -31,8 +37,8 @@ def qk_identical(key: jax.Array, depth: int, width: int) -> tuple[jax.Array, jax
 
 def independent(key: jax.Array, depth: int, width: int) -> tuple[jax.Array, jax.Array]:
     """W_Q and W_K are separate Xavier draws."""
-    key_q, key_k = jax.random.split(key)
-    return _xavier(key_q, (depth, width, width)), _xavier(key_k, (depth, width, width))
+    w_q, w_k = _xavier(key, (2, depth, width, width))
+    return w_q, w_k
 
 
 def disjoint_support(key: jax.Array, depth: int, width: int) -> tuple[jax.Array, jax.Array]:
@@ -44,10 +50,9 @@ def disjoint_support(key: jax.Array, depth: int, width: int) -> tuple[jax.Array,
     key_w, key_half = jax.random.split(key)
     w_q, w_k = independent(key_w, depth, width)
 
-    def half(key: jax.Array) -> jax.Array:
-        return jax.random.permutation(key, width) < width // 2
-
-    chosen = jax.vmap(half)(jax.random.split(key_half, depth))[:, :, None]
+    # Ranks of uniform numbers are a random permutation.
+    ranks = jax.random.uniform(key_half, (depth * width,)).reshape(depth, width).argsort(-1).argsort(-1)
+    chosen = (ranks < width // 2)[:, :, None]
     scale = math.sqrt(2)
     return jnp.where(chosen, scale * w_q, 0.0), jnp.where(chosen, 0.0, scale * w_k)
 
@@ -70,34 +75,44 @@ def make_params(key: jax.Array, config: ModelConfig) -> Params:
       A nested dict of float32 arrays; the blocks' leaves are stacked over a leading axis L.
     """
     depth, width, hidden = config.depth, config.width, config.hidden
-    keys = dict(zip(("token", "position", "qk", "value", "output", "mlp_in", "mlp_out", "head"), jax.random.split(key, 8)))
-
-    def normal(name: str, *shape: int) -> jax.Array:
-        return EMBEDDING_STD * jax.random.normal(keys[name], shape, jnp.float32)
+    key_normal, key_qk, key_uniform = jax.random.split(key, 3)
+    shapes = {
+        "token": (config.vocabulary, width),
+        "position": (config.context, width),
+        "mlp_in": (depth, width, hidden),
+        "mlp_out": (depth, hidden, width),
+        "head": (width, config.vocabulary),
+    }
+    # One draw for all of them: each random operation costs a CPU's compiler about a second.
+    sizes = [math.prod(shape) for shape in shapes.values()]
+    drawn = _drawn(EMBEDDING_STD * jax.random.normal(key_normal, (sum(sizes),), jnp.float32))
+    pieces = jnp.split(drawn, list(itertools.accumulate(sizes))[:-1])
+    normal = {name: piece.reshape(shape) for (name, shape), piece in zip(shapes.items(), pieces, strict=True)}
+    value, output = _xavier(key_uniform, (2, depth, width, width))
 
     def norm(*shape: int) -> dict[str, jax.Array]:
         return {"scale": jnp.ones(shape, jnp.float32), "bias": jnp.zeros(shape, jnp.float32)}
 
-    query, key_kernel = QUERY_KEY[config.init](keys["qk"], depth, width)
+    query, key_kernel = QUERY_KEY[config.init](key_qk, depth, width)
     return {
-        "token_embedding": normal("token", config.vocabulary, width),
-        "position_embedding": normal("position", config.context, width),
+        "token_embedding": normal["token"],
+        "position_embedding": normal["position"],
         "blocks": {
             "norm_1": norm(depth, width),
             "attention": {
                 "query": query,
                 "key": key_kernel,
-                "value": _xavier(keys["value"], (depth, width, width)),
-                "output": _xavier(keys["output"], (depth, width, width)),
+                "value": value,
+                "output": output,
             },
             "norm_2": norm(depth, width),
             "mlp": {
-                "input": normal("mlp_in", depth, width, hidden),
+                "input": normal["mlp_in"],
                 "input_bias": jnp.zeros((depth, hidden), jnp.float32),
-                "output": normal("mlp_out", depth, hidden, width) / math.sqrt(2 * depth),
+                "output": normal["mlp_out"] / math.sqrt(2 * depth),
                 "output_bias": jnp.zeros((depth, width), jnp.float32),
             },
         },
         "norm": norm(width),
-        "head": normal("head", width, config.vocabulary),
+        "head": normal["head"],
     }

@@ -42,27 +42,26 @@ class Lock:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         # O_NOFOLLOW: writing the holder's name through a link would empty whatever the link points at.
-        self._descriptor: int | None = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        self._file: int | None = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             started = datetime.datetime.now(datetime.timezone.utc).isoformat(sep=" ", timespec="seconds")
             holder = {"pid": os.getpid(), "host": socket.gethostname(), "started": started}
-            os.ftruncate(self._descriptor, 0)
-            os.pwrite(self._descriptor, json.dumps(holder).encode(), 0)
-        except BaseException as error:
-            who = _holder(self._descriptor) if isinstance(error, BlockingIOError) else None
-            os.close(self._descriptor)
-            self._descriptor = None
-            if who is None:
-                raise
-            raise LockedError(f"{self.path.parent} is in use by {who}; wait until it ends or choose another folder") from None
+            os.ftruncate(self._file, 0)
+            os.pwrite(self._file, json.dumps(holder).encode(), 0)
+        except BlockingIOError:
+            who = _holder(self._file)
+            self.release()
+            raise LockedError(f"{self.path.parent} is in use by {who}; wait, or choose another folder") from None
+        except OSError:
+            self.release()
+            raise
 
     def release(self) -> None:
         """Lets the next process in. Releasing twice does nothing."""
-        if self._descriptor is not None:
-            os.ftruncate(self._descriptor, 0)
-            os.close(self._descriptor)
-            self._descriptor = None
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
 
     def __enter__(self) -> Lock:
         return self
@@ -77,7 +76,7 @@ def _holder(descriptor: int) -> str:
         try:
             holder = json.loads(os.pread(descriptor, 4096, 0))
             return f"process {holder['pid']} on {holder['host']} since {holder['started']}"
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             # The first holder has the lock and is about to write its name.
             time.sleep(0.02)
     return "another process"

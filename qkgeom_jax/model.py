@@ -43,12 +43,12 @@ Observe = Callable[[Layer, Params], Any]
 
 
 def layer_norm(x: jax.Array, params: Params) -> jax.Array:
-    """Normalised over the last axis, in float32 whatever the format of `x`."""
+    """x [B, T, D] normalised over its last axis, in float32 whatever the format of `x`."""
     wide = x.astype(jnp.float32)
     centred = wide - wide.mean(-1, keepdims=True)
     variance = jnp.square(centred).mean(-1, keepdims=True)
     y = centred * jax.lax.rsqrt(variance + LAYER_NORM_EPSILON)
-    return (y * params["scale"] + params["bias"]).astype(x.dtype)
+    return (y * params["scale"][None, None] + params["bias"][None, None]).astype(x.dtype)
 
 
 def causal_mask(length: int) -> jax.Array:
@@ -67,14 +67,14 @@ def _block(x: jax.Array, block: Params, config: ModelConfig) -> tuple[jax.Array,
     y = layer_norm(x, block["norm_1"])
     query, key, value = (heads(y @ attention[name]) for name in ("query", "key", "value"))
     logits = (query @ key.swapaxes(-1, -2)).astype(jnp.float32) / math.sqrt(config.head_width)
-    weights = jax.nn.softmax(jnp.where(causal_mask(length), logits, MASKED_LOGIT), axis=-1)
+    weights = jax.nn.softmax(jnp.where(causal_mask(length)[None, None], logits, MASKED_LOGIT), axis=-1)
     mixed = (weights.astype(x.dtype) @ value).swapaxes(1, 2).reshape(x.shape)
     layer = Layer(x, query, key, value, logits, weights)
     x = x + mixed @ attention["output"]
 
     mlp = block["mlp"]
-    hidden = layer_norm(x, block["norm_2"]) @ mlp["input"] + mlp["input_bias"]
-    return x + jax.nn.gelu(hidden, approximate=True) @ mlp["output"] + mlp["output_bias"], layer
+    hidden = layer_norm(x, block["norm_2"]) @ mlp["input"] + mlp["input_bias"][None, None]
+    return x + jax.nn.gelu(hidden, approximate=True) @ mlp["output"] + mlp["output_bias"][None, None], layer
 
 
 def apply(
@@ -109,7 +109,7 @@ def apply(
 
     if config.rematerialise:
         block = jax.checkpoint(block)
-    x = params["token_embedding"][tokens] + params["position_embedding"][:length]
+    x = params["token_embedding"][tokens] + params["position_embedding"][None, :length]
     # Unrolled: the loop's slices and copies cost more on a CPU than the longer compile (BUILD_NOTES.md, Speed). An
     # observer is traced once instead, since the spectra make up most of an evaluation program.
     x, observations = jax.lax.scan(block, x, params["blocks"], unroll=observe is None)

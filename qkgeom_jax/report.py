@@ -13,18 +13,18 @@ from qkgeom_jax.results import (
     METRIC_TABLE_COLUMNS, RUN_COLUMNS, Group, collect, read_csv, read_json, write_csv, write_text,
 )  # fmt: skip
 
-# Below this many optimizer steps queries and keys have hardly parted in our trials.
+# Queries and keys part over the first several hundred optimizer steps: shorter runs show little else.
 SHORT_STEPS = 1000
 
 CAPTIONS = {
     "figure1": (
         "**Figure 1.** a: column alignment of W_Q and W_K (mean of |cos| over columns), mean over runs, each averaged "
         "over its layers; bands: one standard error over runs. b-d: profiles over the layers of the deepest depth at "
-        "the last epoch, mean over seeds; bands: one standard error over seeds."
+        "the last epoch, mean over seeds; bands: one standard error over seeds. PR: participation ratio."
     ),
     "figure2": (
-        "**Figure 2.** PR_Q - PR_K over epochs. Thin lines: layers, averaged over seeds, from light (first) to dark "
-        "(last). Thick lines: their mean; bands: one standard error over seeds."
+        "**Figure 2.** The contrast of participation ratios, PR_Q - PR_K, over epochs. Thin lines: layers, averaged "
+        "over seeds, from light (first) to dark (last). Thick lines: their mean; bands: one standard error over seeds."
     ),
     "figure3": (
         "**Figure 3.** Slopes over epochs 1 to E, one point for each initialisation, depth and layer, averaged over "
@@ -95,8 +95,8 @@ def _remarks(groups: Sequence[Group], stated: Mapping[str, Any]) -> list[str]:
         remarks.append("No group has finished: tables and figures are empty.")
     elif min(map(_steps, finished)) < SHORT_STEPS:
         remarks.append(
-            f"**Too short for the claims**: runs of {min(map(_steps, finished)):,} steps. Queries and keys part after "
-            f"several hundred steps; below {SHORT_STEPS:,} these numbers show that the machinery works, no more."
+            f"**Too short for the claims**: runs of {min(map(_steps, finished)):,} steps. Queries and keys take "
+            f"several hundred to part; below {SHORT_STEPS:,} these numbers show that the machinery works, no more."
         )
     lengths = {(group.config["training"]["epochs"], group.config["training"]["steps_per_epoch"]) for group in finished}
     if len(lengths) > 1:

@@ -128,6 +128,15 @@ def write_csv(path: str | os.PathLike, columns: Sequence[str], rows: Iterable[Se
 
     Raises:
       ValueError: a row of another length.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write_csv(folder + "/t.csv", ("seed", "val_loss"), [(7, 0.1), (37, None)])
+    ...     print(Path(folder, "t.csv").read_text(), read_csv(folder + "/t.csv", ("val_loss",)))
+    seed,val_loss
+    7,0.1
+    37,
+     {'val_loss': array([0.1, nan])}
     """
     stream = io.StringIO(newline="")
     writer = csv.writer(stream, lineterminator="\n")
@@ -146,21 +155,25 @@ def write_npz(path: str | os.PathLike, arrays: Mapping[str, np.ndarray]) -> None
     write_bytes(path, stream.getvalue())
 
 
-def _read_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, str]]]:
+def _read_rows(path: Path, columns: Sequence[str]) -> list[tuple[int, dict[str, str]]]:
     """The line number and the cells of each row of a file that has at least `columns`."""
-    with open(path, encoding="utf-8", newline="") as file:
-        reader = csv.reader(file, strict=True)
-        header = next(reader, [])
-        for column in columns:
-            if column not in header:
-                raise ValueError(f"{path} has no column {column}")
-        for column in header:
-            if header.count(column) > 1:
-                raise ValueError(f"{path} has the column {column} twice")
-        for row in reader:
-            if len(row) != len(header):
-                raise ValueError(f"{path}, line {reader.line_num}: {len(row)} cells, expected {len(header)}")
-            yield reader.line_num, dict(zip(header, row))
+    try:
+        with open(path, encoding="utf-8", newline="") as file:
+            reader = csv.reader(file, strict=True)
+            header, *rows = [(reader.line_num, row) for row in reader] or [(0, [])]
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no table in UTF-8: {error}") from error
+    names = header[1]
+    for column in columns:
+        if column not in names:
+            raise ValueError(f"{path} has no column {column}")
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"{path} has the column {name} twice")
+    for line, row in rows:
+        if len(row) != len(names):
+            raise ValueError(f"{path}, line {line}: {len(row)} cells, expected {len(names)}")
+    return [(line, dict(zip(names, row))) for line, row in rows]
 
 
 def _number(path: Path, line: int, column: str, cell: str) -> int | float:
@@ -190,7 +203,7 @@ def read_csv(path: str | os.PathLike, columns: Sequence[str]) -> Table:
       OSError: the file cannot be read.
     """
     path = Path(path)
-    rows = list(_read_rows(path, columns))
+    rows = _read_rows(path, columns)
     table: Table = {}
     for column in columns:
         if column in TEXT_COLUMNS:

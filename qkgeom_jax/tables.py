@@ -219,7 +219,19 @@ def _printed(value: Any, form: str) -> str:
 
 
 def to_markdown(table: ReportTable) -> str:
-    """The table in Markdown: title, grid, and the notes under it."""
+    """The table in Markdown: title, grid, and the notes under it.
+
+    >>> table = ReportTable("Losses", (Column("x", "X", ".2f", spread=True),), [(MeanSd(1.234, 0.05),)], ["Two runs."])
+    >>> print(to_markdown(table))
+    **Losses**
+    <BLANKLINE>
+    | X |
+    | --- |
+    | 1.23 ± 0.05 |
+    <BLANKLINE>
+    - Two runs.
+    <BLANKLINE>
+    """
     lines = ["| " + " | ".join(column.heading for column in table.columns) + " |"]
     lines.append("|" + " --- |" * len(table.columns))
     for row in table.rows:

@@ -1,6 +1,7 @@
 """analysis.py against closed forms, numpy.polyfit and formulas written out; only known slopes on disk."""
 
 import dataclasses
+import doctest
 import subprocess
 import sys
 
@@ -9,7 +10,7 @@ import pytest
 from scipy import special, stats
 from synthetic_study import read_study, write_study
 
-from qkgeom_jax import analysis, config, results
+from qkgeom_jax import analysis, config, results, tables
 
 INITS = config.INITIALIZATIONS
 
@@ -203,6 +204,12 @@ def test_a_hole_in_a_finished_group_is_refused(tmp_path, lost):
     rows = {"row": np.arange(12) != 4, "layer": metrics["layer"] == 0, "seed": metrics["seed"] == 9}[lost]
     with pytest.raises(ValueError, match="depth 2, independent lacks a seed, layer or epoch"):
         analysis.finished_groups(results.select(metrics, rows), runs)
+
+
+@pytest.mark.parametrize("module", [analysis, results, tables])
+def test_examples_in_docstrings_run(module):
+    failed, tried = doctest.testmod(module)
+    assert failed == 0 and tried > 0
 
 
 def test_nothing_after_training_loads_a_trainer():

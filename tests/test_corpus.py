@@ -51,6 +51,7 @@ def test_a_folder_has_a_file_a_split(tmp_path):
     for name, text in (("Train.txt", "ab" * 9), ("my-valid.md", "ba" * 3), ("test.txt", "bbc"), (".train.swp", "x")):
         write(tmp_path, text, name)
     (tmp_path / "old-train").mkdir()
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
     corpus = load(tmp_path, tmp_path)
     assert {split: decoded(corpus, split) for split in corpus.tokens} == {
         "train": "ab" * 9, "validation": "ba" * 3, "test": "bb<unk>",
@@ -66,7 +67,7 @@ def test_a_folder_has_a_file_a_split(tmp_path):
     [
         ([], r"no file that matches \*train\*"),
         (["train.txt"], r"no file that matches \*valid\*"),
-        (["train.txt", "train2.txt", "valid.txt"], r"several files that match \*train\*: train.txt, train2.txt"),
+        (["train.txt", "train2.txt", "valid.txt"], r"several files that match \*train\*: 'train.txt', 'train2.txt'"),
         (["train.txt", "valid.txt", "test1", "test2"], r"several files that match \*test\*"),
         (["train-valid.txt"], r"'.*train-valid.txt' matches more than one"),
     ],
@@ -88,6 +89,7 @@ def test_folders_that_do_not_say_which_file_is_which(tmp_path, names, message):
         (b"ab\xed\xa0\x80", "not UTF-8: byte 0xed at byte offset 2"),
         (b"abc\xf0\x9f\x98", "not UTF-8: byte 0xf0 at byte offset 3"),
         (b"a" * 30 + b"\x80" * 9, "not UTF-8: byte 0x80 at byte offset 30"),
+        *((b"a" * n + "é😀".encode() + b"\x92z", f"byte 0x92 at byte offset {n + 6}") for n in range(7)),
         ("text".encode("utf-16"), "byte offset 0 .it begins like UTF-16"),
         (TEXT.encode() + b"\0" + TEXT.encode(), f"NUL byte at byte offset {len(TEXT)}"),
         (b"abcd", "at least 5 times .its most frequent occurs 1 times"),
@@ -229,11 +231,13 @@ def test_byte_offsets_of_characters():
     assert files.count_characters(text.encode()) == len(text)
 
 
-def test_the_locale_does_not_matter(tmp_path):
+def test_a_bare_process_in_the_c_locale(tmp_path):
+    """Reads UTF-8 all the same, and loads neither jax nor the library that only WikiText needs."""
     path = write(tmp_path, "né €😀 " * 50, "t\u00e9xt.txt")
     program = (
         "import sys\nfrom qkgeom_jax.corpus import load_corpus\nfrom qkgeom_jax.config import CorpusConfig\n"
-        "print(load_corpus(CorpusConfig(corpus=sys.argv[1]), cache_dir=sys.argv[2]).sha256)"
+        "print(load_corpus(CorpusConfig(corpus=sys.argv[1]), cache_dir=sys.argv[2]).sha256)\n"
+        "assert not {'jax', 'tensorflow', 'tensorflow_datasets'} & set(sys.modules)"
     )
     root = str(Path(qkgeom_jax.__file__).parents[1])
     settings = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C", "PYTHONPATH": root, "HOME": str(tmp_path)}

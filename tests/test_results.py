@@ -141,6 +141,8 @@ def test_a_table_without_rows_keeps_its_types(tmp_path):
     ("text", "message"),
     [
         ("", "has no column seed"),
+        ("seed,x\n1,\"2", "no table in UTF-8"),
+        ("seed,x\n1,\udcff\n", "no table in UTF-8"),
         ("seed,y\n1,2\n", "has no column x"),
         ("seed,x,x\n1,2,3\n", "column x twice"),
         ("seed,x\n1,2\n3\n", "line 3: 1 cells, expected 2"),
@@ -152,7 +154,7 @@ def test_a_table_without_rows_keeps_its_types(tmp_path):
 )
 def test_a_damaged_table_is_refused_by_name(tmp_path, text, message):
     path = tmp_path / "metrics.csv"
-    path.write_text(text)
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(ValueError, match=message) as caught:
         results.read_csv(path, ("seed", "x"))
     assert "metrics.csv" in str(caught.value)

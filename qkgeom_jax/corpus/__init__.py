@@ -1,11 +1,12 @@
 """Text to token arrays: which corpora there are, and `load_corpus`, which makes any of them ready to train on.
 
-A corpus is found (`builtin`, `wikitext`, `wikipedia`, `files`), read as one UTF-8 text a split, given a character vocabulary from its training
-split (`vocabulary`) and encoded once into a memory-mapped array (`cache`).
+A corpus is found (`builtin`, `wikitext`, `wikipedia`, `files`), read as one UTF-8 text a split, given a character
+vocabulary from its training split (`vocabulary`) and encoded once into a memory-mapped array (`cache`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import hashlib
 import os
@@ -73,10 +74,8 @@ def load_corpus(
     sha256 = {split: hashlib.sha256(texts.splits[split]).hexdigest() for split in SPLITS if split in texts.splits}
     encoded, notes = _encode(texts, sha256, config.minimum_count, folder)
     if known and not notes:
-        try:
+        with contextlib.suppress(OSError):
             write_record(known, {"sha256": sha256, "notes": list(texts.notes)})
-        except OSError:
-            pass
     return _corpus(source.name, sha256, encoded, (*texts.notes, *notes))
 
 

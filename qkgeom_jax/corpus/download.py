@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import http.client
 import threading
@@ -60,7 +61,8 @@ def download(
         _check(transfer, sha256)
     except BaseException:
         transfer.abandoned = True
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            path.unlink()
         raise
 
 
@@ -88,7 +90,7 @@ def _check(transfer: _Transfer, sha256: str) -> None:
     if isinstance(error, urllib.error.URLError):
         raise CorpusError(f"{url} cannot be reached ({error.reason})")
     if error is not None and not isinstance(error, http.client.IncompleteRead):
-        raise CorpusError(f"{url} could not be fetched ({error})")
+        raise CorpusError(f"{url} could not be fetched ({' '.join(str(error).split())})")
     if transfer.start_bytes.lstrip().lower().startswith(_HTML):
         raise CorpusError(f"{url} sent a web page, not the file")
     got = transfer.sha256.hexdigest()

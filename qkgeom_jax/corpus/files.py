@@ -134,14 +134,15 @@ def read_path(path: Path) -> Texts:
 def _split_files(folder: Path) -> dict[str, Path]:
     """The file of each split in a folder, by name."""
     try:
-        names = sorted(entry.name for entry in os.scandir(folder) if not entry.is_dir() and entry.name[0] != ".")
+        names = sorted(name for name in os.listdir(folder) if name[0] != "." and not os.path.isdir(folder / name))
     except OSError as error:
         raise CorpusError(f"folder {str(folder)!r} cannot be listed: {error.strerror}") from None
     found: dict[str, Path] = {}
     for split, word in _PATTERNS.items():
         matches = [name for name in names if word in name.lower()]
         if len(matches) > 1:
-            raise CorpusError(f"folder {str(folder)!r} has several files that match *{word}*: {', '.join(matches)}")
+            listed = ", ".join(map(repr, matches))
+            raise CorpusError(f"folder {str(folder)!r} has several files that match *{word}*: {listed}")
         if matches:
             if folder / matches[0] in found.values():
                 raise CorpusError(f"{str(folder / matches[0])!r} matches more than one of *train*, *valid*, *test*")

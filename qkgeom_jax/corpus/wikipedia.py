@@ -45,7 +45,8 @@ def wikipedia_source() -> Source:
 
 def _read(path: Path) -> Texts:
     try:
-        articles = [(_clean(entry["title"]), _clean(entry["extract"])) for entry in json.loads(read_bytes(path)).values()]
+        entries = json.loads(read_bytes(path)).values()
+        articles = [(_clean(entry["title"]), _clean(entry["extract"])) for entry in entries]
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         if isinstance(error, CorpusError):
             raise

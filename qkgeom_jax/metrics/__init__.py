@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from qkgeom_jax.metrics.attention import attention_entropy, attention_gap, logit_statistics, top_k_mass
-from qkgeom_jax.metrics.linalg import product_singular_values, qr, singular_values, svd
+from qkgeom_jax.metrics.attention import (
+    attention_entropy,
+    attention_gap,
+    logit_statistics,
+    statistics_by_key,
+    top_k_mass,
+)
+from qkgeom_jax.metrics.linalg import (
+    product_singular_values,
+    qr,
+    scaled,
+    singular_values,
+    stacked,
+    svd,
+    transpose,
+    triangles,
+    unstacked,
+)
 from qkgeom_jax.metrics.spectra import (
+    centred,
     covariance_statistics,
     effective_rank,
     effective_rank_activations,
@@ -15,6 +35,8 @@ from qkgeom_jax.metrics.spectra import (
     effective_rank_qk_weight,
     participation_ratio,
     participation_ratio_weight,
+    spectrum_statistics,
+    trace_ratio,
 )
 from qkgeom_jax.metrics.weights import (
     activation_norm,
@@ -67,47 +89,123 @@ PER_LAYER = (
 )
 
 
-def attention_geometry(q, k, w_q=None, w_k=None, *, mask=None, spectrum_sequences=None) -> dict[str, jax.Array]:
-    """Every metric of one attention layer."""
+def attention_geometry(
+    q: jax.Array,
+    k: jax.Array,
+    w_q: jax.Array | None = None,
+    w_k: jax.Array | None = None,
+    *,
+    mask: jax.Array | None = None,
+    spectrum_sequences: int | None = None,
+) -> dict[str, jax.Array]:
+    """Every metric of one attention layer, under the names of the results' columns.
+
+    Args:
+      q, k: [B, H, T, K], activations of B sequences, not yet divided by sqrt(K); any floating type.
+      w_q, w_k: [D, H*K], input axis first, heads in consecutive blocks of K columns; without them the metrics of the
+        weights are left out.
+      mask: [T, T] boolean, True = allowed; by default causal.
+      spectrum_sequences: how many of the first sequences enter the spectra of Q K^T; by default all.
+    Returns:
+      The names of `PER_HEAD` with [H], those of `PER_LAYER` with []; float32, units and degenerate values as in the
+      functions of the same name. Covariances, participation ratios and norms are taken over the B*T tokens; attention
+      and effective_rank_qk are averaged over sequences (and queries); logit_mean, logit_std and logit_variance pool
+      all allowed pairs of all sequences, logit_max is their maximum. A head that is not finite is NaN for itself.
+    Raises:
+      ValueError: shapes that do not fit, one weight without the other, a mask that is not boolean [T, T].
+    Numerics: within 1e-4 of float64 (relative); matrix products at the highest precision.
+    Source: Table 1.
+
+    >>> q = jax.random.normal(jax.random.key(0), (4, 2, 8, 3))
+    >>> print(attention_geometry(q, q)["participation_ratio_q"].shape)
+    (2,)
+    """
     q, k = jnp.asarray(q).astype(jnp.float32), jnp.asarray(k).astype(jnp.float32)
+    if q.ndim != 4 or q.shape != k.shape:
+        raise ValueError(f"q has shape {q.shape} and k {k.shape}; both must be [B, H, T, K]")
     batch, heads, positions, width = q.shape
-    mask = jnp.tril(jnp.ones((positions, positions), bool)) if mask is None else jnp.asarray(mask)
-    results: dict[str, jax.Array] = {}
+    weights = _head_weights(w_q, w_k, heads, width)
+    if mask is None:
+        mask = jnp.tril(jnp.ones((positions, positions), bool))
+    if jnp.shape(mask) != (positions, positions):
+        raise ValueError(f"mask has shape {jnp.shape(mask)}; it must be {(positions, positions)}")
+    if spectrum_sequences is not None and spectrum_sequences < 1:
+        raise ValueError(f"spectrum_sequences is {spectrum_sequences}; it must be at least 1")
     with jax.default_matmul_precision("highest"):
-        logits = jnp.einsum("bhik,bhjk->bhij", q, k) / width**0.5
-        results["attention_entropy"] = jnp.mean(attention_entropy(logits, mask), axis=0)
-        results["top_1_mass"] = jnp.mean(top_k_mass(logits, 1, mask), axis=0)
-        results["top_5_mass"] = jnp.mean(top_k_mass(logits, 5, mask), axis=0)
-        results["attention_gap"] = jnp.mean(attention_gap(logits, mask), axis=0)
-        statistics = logit_statistics(logits, mask)
-        mean = jnp.mean(statistics["logit_mean"], axis=0, keepdims=True)
-        variance = jnp.mean(statistics["logit_variance"] + (statistics["logit_mean"] - mean) ** 2, axis=0)
-        results["logit_mean"] = mean[0]
-        results["logit_std"] = jnp.sqrt(variance)
-        results["logit_variance"] = variance
-        results["logit_max"] = jnp.max(statistics["logit_max"], axis=0)
-        for name, x in (("q", q), ("k", k)):
-            tokens = jnp.swapaxes(x, 0, 1).reshape(heads, batch * positions, width)
-            results[f"participation_ratio_{name}"] = participation_ratio(tokens)
-            results[f"participation_ratio_{name}_uncentred"] = participation_ratio(tokens, centred=False)
-            joint = jnp.swapaxes(x, 1, 2).reshape(batch * positions, heads * width)
-            results[f"participation_ratio_{name}_joint"] = participation_ratio(joint)
-            results[f"effective_rank_{name}"] = effective_rank_activations(tokens)
-            for statistic, value in covariance_statistics(tokens).items():
-                results[f"covariance_{statistic}_{name}"] = value
-            results[f"activation_norm_{name}"] = activation_norm(tokens)
-        few = slice(None, spectrum_sequences)
-        results["effective_rank_qk"] = jnp.mean(effective_rank_qk(q[few], k[few]), axis=0)
-        if w_q is not None and w_k is not None:
-            per_head = {}
-            for name, w in (("q", w_q), ("k", w_k)):
-                w = jnp.asarray(w).astype(jnp.float32)
-                per_head[name] = jnp.moveaxis(w.reshape(w.shape[0], heads, width), 1, 0)
-                results[f"participation_ratio_{name}_weight"] = participation_ratio_weight(per_head[name])
-                results[f"frobenius_norm_{name}"] = frobenius_norm(w)
-                results[f"spectral_norm_{name}"] = spectral_norm(w)
-            results["effective_rank_qk_weight"] = effective_rank_qk_weight(per_head["q"], per_head["k"])
+        logits = jnp.einsum("bhik,bhjk->jbhi", q, k) / width**0.5
+        results = _attention_metrics(logits, jnp.transpose(mask)[:, None, None, :])
+        # [2, H, B*T, K]: queries and keys side by side, so that each computation stands in the program once
+        tokens = jnp.stack([q, k]).swapaxes(1, 2).reshape(2, heads, batch * positions, width)
+        tokens, scale = scaled(tokens)
+        rest, mean = centred(tokens)
+        pairs = _participation_ratios(rest, mean, scale, weights)
+        pairs["activation_norm"] = activation_norm(tokens) * scale[..., 0, 0]
+        few, _ = scaled(jnp.stack([q, k])[:, :spectrum_sequences])
+        (s, pairs["effective_rank"]), *products = _spectra([rest, few] if weights is None else [rest, few, weights])
+        covariance = spectrum_statistics(s * scale[..., 0], batch * positions)
+        pairs |= {f"covariance_{name}": value for name, value in covariance.items()}
+        results["effective_rank_qk"] = jnp.mean(products[0][1], axis=0)
+        if weights is not None:
+            results["effective_rank_qk_weight"] = products[1][1]
+            both = jnp.stack([jnp.asarray(w).astype(jnp.float32) for w in (w_q, w_k)])
+            pairs |= {"frobenius_norm": frobenius_norm(both), "spectral_norm": spectral_norm(both)}
             results["cosine_similarity"] = cosine_similarity(w_q, w_k)
             results["column_alignment"] = column_alignment(w_q, w_k)
             results["column_alignment_signed"] = column_alignment(w_q, w_k, signed=True)
+    for name, (of_queries, of_keys) in pairs.items():
+        stem, _, variant = name.partition("participation_ratio_")
+        results[f"participation_ratio_q_{variant}" if variant else f"{name}_q"] = of_queries
+        results[f"participation_ratio_k_{variant}" if variant else f"{name}_k"] = of_keys
     return results
+
+
+def _head_weights(w_q, w_k, heads: int, width: int) -> jax.Array | None:
+    """[2, H, D, K] with largest entry 1 in each head, or None."""
+    if w_q is None and w_k is None:
+        return None
+    if w_q is None or w_k is None or jnp.ndim(w_q) != 2 or jnp.shape(w_q) != jnp.shape(w_k):
+        shapes = [None if w is None else jnp.shape(w) for w in (w_q, w_k)]
+        raise ValueError(f"w_q and w_k have the shapes {shapes}; give both, of the same shape [D, H*K], or neither")
+    if jnp.shape(w_q)[1] != heads * width:
+        raise ValueError(f"w_q has shape {jnp.shape(w_q)}; {heads} heads of width {width} need {heads * width} columns")
+    both = jnp.stack([jnp.asarray(w).astype(jnp.float32) for w in (w_q, w_k)])
+    return scaled(both.reshape(2, -1, heads, width).swapaxes(1, 2))[0]
+
+
+def _attention_metrics(logits: jax.Array, mask: jax.Array) -> dict[str, jax.Array]:
+    """Those of attention and logits [T keys, B, H, T queries], with the sequences pooled."""
+    each = statistics_by_key(logits, mask)
+    results = {name: jnp.mean(value, axis=0) for name, value in each.items()}
+    # every sequence has the same number of pairs: variance within plus variance of the means
+    parts = jnp.concatenate([each["logit_std"], each["logit_mean"] - results["logit_mean"][None]])
+    largest = jnp.max(jnp.abs(parts), axis=0, keepdims=True)
+    largest = jnp.where(largest > 0, largest, 1.0)
+    std = (jnp.sqrt(jnp.sum((parts / largest) ** 2, axis=0, keepdims=True) / len(each["logit_std"])) * largest)[0]
+    return results | {"logit_std": std, "logit_variance": std * std, "logit_max": jnp.max(each["logit_max"], axis=0)}
+
+
+def _participation_ratios(rest, mean, scale, weights) -> dict[str, jax.Array]:
+    """All of them, queries and keys: from one Gram matrix over all heads of rest [2, H, N, K], and that of the weights."""
+    heads, tokens, width = rest.shape[1:]
+    together = rest.swapaxes(1, 2).reshape(2, tokens, heads * width)
+    gram = (transpose(together) @ together).reshape(2, heads, width, heads, width)
+    own = jnp.stack([gram[:, h, :, h] for h in range(heads)], axis=1)
+    grams = [own, own + tokens * mean[..., 0, :, None] * mean]
+    if weights is not None:
+        grams.append(transpose(weights) @ weights)
+    names = ("participation_ratio", "participation_ratio_uncentred", "participation_ratio_weight")
+    size = scale / jnp.max(scale, axis=1, keepdims=True)
+    joint = gram * size[..., None] * size.reshape(2, 1, 1, heads, 1)
+    joint = trace_ratio(joint.reshape(2, heads * width, heads * width))
+    return {**dict(zip(names, trace_ratio(jnp.stack(grams)))), "participation_ratio_joint": joint}
+
+
+def _spectra(matrices: list[jax.Array]) -> list[tuple[jax.Array, jax.Array]]:
+    """Singular values, and effective ranks, of the first batch, and of a[0] a[1]^T for each of the others."""
+    first, *others = triangles(*matrices)
+    cores = [first, *(a[0] @ transpose(a[1]) for a in others)]
+    s = singular_values(stacked(cores))
+    # a core is K x K also where its matrices have fewer rows
+    ranks = np.repeat([min(x.shape[-2:]) for x in matrices], [math.prod(core.shape[:-2]) for core in cores])
+    s = jnp.where(np.arange(s.shape[-1]) < ranks[:, None], s, 0.0)
+    return list(zip(unstacked(s, cores), unstacked(effective_rank(s), cores)))
