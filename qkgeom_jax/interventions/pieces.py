@@ -13,8 +13,8 @@ from qkgeom_jax import metrics
 from qkgeom_jax.metrics import frobenius_norm
 from qkgeom_jax.metrics.linalg import qr, svd
 
-# Compiled once for each shape where a training loop is not.
-_svd = jax.jit(svd)
+# In a training loop that is not compiled, these still are, once for each shape.
+_svd, _qr = jax.jit(svd), jax.jit(qr)
 singular_values = jax.jit(metrics.singular_values)
 
 
@@ -116,6 +116,6 @@ def random_rotation(key: jax.Array, batch: int, n: int) -> jax.Array:
     >>> bool(jnp.allclose(r @ r.mT, jnp.eye(3)[None], atol=1e-5))
     True
     """
-    q, r = qr(jax.random.normal(key, (batch, n, n)))
+    q, r = _qr(jax.random.normal(key, (batch, n, n)))
     # Q alone is not uniform: only with a positive diagonal of R is the factorisation unique.
     return q * jnp.where(jnp.diagonal(r, axis1=-2, axis2=-1) < 0, -1.0, 1.0)[..., None, :]

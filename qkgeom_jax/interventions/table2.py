@@ -87,7 +87,7 @@ def forced_k_contraction(
     def contract(w: jax.Array) -> jax.Array:
         first = tail_start(rank, min(w.shape[-2:]))
         scale = jnp.where(jnp.arange(min(w.shape[-2:])) < first, 1.0, factor)
-        return with_norm(change_spectrum(w, lambda s: s * scale), frobenius_norm(w))
+        return with_norm(change_spectrum(w, lambda s: s * jnp.broadcast_to(scale, s.shape)), frobenius_norm(w))
 
     return project(contract, leaves, when=when, name="forced_k_contraction")
 
