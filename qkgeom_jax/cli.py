@@ -36,20 +36,21 @@ def _make_parser(prog: str, description: str) -> flags.Parser:
     return parser
 
 
+# Flags that are no field of the configuration but may stand in a TOML file.
+STUDY_KEYS = ("depths", "inits", "seeds", "preset", "out", "keep_epochs")
+
+
 def _settings(parser: flags.Parser, argv: Sequence[str] | None, defaults: dict[str, Any]) -> dict[str, Any]:
     """Flags over TOML over defaults; the configuration of all groups under ``base``."""
     given = vars(parser.parse_args(argv))
-    own = {"depths": flags.DEPTHS, "inits": flags.INITS, "seeds": flags.SEEDS, "preset": None, "out": None, "keep_epochs": None}
-    toml = flags.read_toml(given["config"], (*own, *flags.config_fields())) if "config" in given else {}
-    for name in ("depths", "inits", "seeds", "preset", "out", "keep_epochs"):
-        if name in toml:
-            value = toml[name]
-            text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
-            kind = next(action.type for action in parser._actions if action.dest == name) or str
-            try:
-                toml[name] = kind(text)
-            except argparse.ArgumentTypeError as error:
-                raise ValueError(f"{name} in {given['config']}: {error}") from None
+    toml = flags.read_toml(given["config"], (*STUDY_KEYS, *flags.config_fields())) if "config" in given else {}
+    for name in STUDY_KEYS & toml.keys():
+        value = toml[name]
+        text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+        try:
+            toml[name] = parser.type_of(name)(text)
+        except argparse.ArgumentTypeError as error:
+            raise ValueError(f"{name} in {given['config']}: {error}") from None
     settings = defaults | toml | given
     return settings | {"base": flags.resolve(settings["preset"], toml, given)}
 
@@ -65,7 +66,7 @@ def _with_corpus(wanted: study.Study) -> tuple[study.Study, Any]:
     """The study with its corpus's vocabulary, and the corpus."""
     from qkgeom_jax.corpus import load_corpus, require_windows
 
-    corpus = load_corpus(wanted.base.corpus)
+    corpus = load_corpus(wanted.base.corpus, progress=lambda text: print(text, file=sys.stderr, flush=True))
     require_windows(corpus, wanted.base.model.context)
 
     def sized(config: Config) -> Config:
@@ -95,16 +96,14 @@ def _execute(wanted: study.Study, settings: dict[str, Any]) -> int:
         print(report.write_all(wanted.out))
         return study.DONE
     wanted, corpus = _with_corpus(wanted)
+    if settings["fresh"] and not settings["plan"] and (aside := study.set_aside(wanted.out)):
+        print(f"moved the old results to {aside}", file=sys.stderr)
+    if not (settings["fresh"] and settings["plan"]):
+        wanted = study.settle(wanted, corpus.sha256)
     if settings["plan"]:
         from qkgeom_jax.plan import print_plan
 
         return print_plan(wanted, corpus)
-    if not settings["fresh"]:
-        wanted = study.settle(wanted, corpus.sha256)
-    elif aside := study.set_aside(wanted.out):
-        print(f"moved the old results to {aside}", file=sys.stderr)
-    if settings["fresh"]:
-        wanted = study.settle(wanted, corpus.sha256)
     study.prepare(wanted, corpus.sha256)
     _say_corpus(corpus)
     from qkgeom_jax.progress import make_progress

@@ -77,7 +77,8 @@ def measure(params: Params, probes: Probes, config: Config) -> Measurement:
                 block["attention"]["key"],
                 spectrum_sequences=config.evaluation.spectrum_sequences,
             )
-            return geometry | {"activation_norm_residual": metrics.activation_norm(layer.residual)}
+            residual = layer.residual.reshape(-1, exact.width)
+            return geometry | {"activation_norm_residual": metrics.activation_norm(residual)}
 
         _, geometry = model.apply(params, probes.geometry[:, :-1], exact, observe)
         batch = config.training.batch

@@ -22,7 +22,11 @@ class Parser(argparse.ArgumentParser):
     """Refuses abbreviations and repeated flags, and says what is wrong in one line with exit status 2."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter, **options)
+        super().__init__(allow_abbrev=False, **options)
+
+    def type_of(self, name: str) -> Callable[[str], Any]:
+        """How the flag of that name reads its text."""
+        return next(action.type for action in self._actions if action.dest == name) or str
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {' '.join(message.split())}\n")
@@ -136,8 +140,9 @@ def flag(name: str) -> str:
 
 def add_config_flags(parser: Parser) -> None:
     """A flag for each field; its default is the preset's, so none is set here."""
+    group = parser.add_argument_group("numbers of the configuration (default: those of the preset)")
     for name, field in config_fields().items():
-        parser.add_argument(
+        group.add_argument(
             flag(name), type=_kind(field.type), default=argparse.SUPPRESS, metavar="VALUE", help=field.metadata["help"]
         )
 

@@ -121,11 +121,12 @@ def train_group(
             diverged = np.asarray(state.diverged_step)
             history.add(epoch, step, measurement, diverged)
             with clock("save"):
-                save(epoch)
+                save(epoch, diverged)
             progress.epoch(epoch, step, measurement.train_loss, measurement.val_loss, diverged < 0)
 
-        def save(epoch: int) -> None:
+        def save(epoch: int, diverged: np.ndarray) -> None:
             history.write(folder)
+            results.write_json(folder / "status.json", status_value("partial", epoch, _named(config, diverged)))
             if keep_epochs == "all" or epoch in (0, training.epochs):
                 write_params(folder / "params" / f"epoch_{epoch:03d}.npz", state.params)
             checkpoints.save(step, state, {"history": history.entries})
@@ -133,9 +134,10 @@ def train_group(
         def stop_here() -> None:
             if stop_requested():
                 with clock("save"):
+                    checkpoints.wait()
                     if step not in checkpoints.steps:
                         checkpoints.save(step, state, {"history": history.entries})
-                    checkpoints.wait()
+                        checkpoints.wait()
                 raise Stopped
 
         progress.advance(step)
@@ -154,9 +156,13 @@ def train_group(
         with clock("save"):
             history.write(folder)
             checkpoints.wait()
-    diverged_steps = np.asarray(state.diverged_step)
-    diverged = {seed: int(at) for seed, at in zip(config.seeds, diverged_steps, strict=True) if at >= 0}
+    diverged = _named(config, np.asarray(state.diverged_step))
     return Outcome(diverged, {name: round(seconds, 3) for name, seconds in clock.seconds.items()})
+
+
+def _named(config: Config, diverged_steps: np.ndarray) -> dict[int, int]:
+    """The seeds that diverged, and at which step."""
+    return {seed: int(at) for seed, at in zip(config.seeds, diverged_steps, strict=True) if at >= 0}
 
 
 def status_value(status: str, epochs_done: int, diverged: dict[int, int]) -> dict[str, Any]:

@@ -1,5 +1,18 @@
-"""Strict numerics for every test: an implicit rank promotion is an error, not a broadcast."""
+"""Strict numerics for every test, and one compile cache for all of them and the processes they start."""
 
-import jax
+import atexit
+import os
+import shutil
+import tempfile
 
+# Most tests compile the same few programs. Set before JAX is imported, so that child processes share the cache.
+_cache = tempfile.mkdtemp(prefix="qkgeom-tests-")
+atexit.register(shutil.rmtree, _cache, ignore_errors=True)
+os.environ["JAX_COMPILATION_CACHE_DIR"] = _cache
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+
+import jax  # noqa: E402
+
+# An implicit rank promotion is an error, not a broadcast.
 jax.config.update("jax_numpy_rank_promotion", "raise")

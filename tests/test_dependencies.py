@@ -64,3 +64,9 @@ def test_arguments_and_reports_load_no_jax(statement):
     code = f"import sys; {statement}; print(*sorted({{n.split('.')[0] for n in sys.modules}} & {HEAVY - {'matplotlib'}!r}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent, check=True)
     assert done.stdout.strip() == ""
+
+
+def test_the_readme_s_test_command_is_the_one_that_continuous_integration_calls():
+    command = "pip install -q -e '.[test]' && python -m pytest"
+    root = PACKAGE.parent
+    assert command in (root / ".ci/run").read_text() and command.replace(" -q", "", 1) in (root / "README.md").read_text()

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tiny
 
-from qkgeom_jax import ensemble, evaluate, initializers, model, optim
+from qkgeom_jax import ensemble, evaluate, initializers, metrics, model, optim
 from qkgeom_jax.results import METRIC_COLUMNS
 
 
@@ -87,8 +87,7 @@ def test_metrics_stay_exact_whatever_trains_the_model(measured):
 
 def test_an_untrained_pair_has_the_alignment_of_its_initialisation():
     for init, expected in (("qk_identical", 1.0), ("disjoint_support", 0.0), ("independent", np.sqrt(2 / (np.pi * 64)))):
-        config = tiny.config(init=init, width=64)
-        params = initializers.make_params(jax.random.key(0), config.model)
-        tokens = tiny.tokens()
-        alignment = evaluate.measure(params, evaluate.make_probes(tokens, tokens, config), config).layers["column_alignment"]
+        params = initializers.make_params(jax.random.key(0), tiny.config(init=init, width=64).model)
+        attention = params["blocks"]["attention"]
+        alignment = jax.vmap(metrics.column_alignment)(attention["query"], attention["key"])
         np.testing.assert_allclose(alignment, expected, atol=0.02)

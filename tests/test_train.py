@@ -1,3 +1,5 @@
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -5,7 +7,7 @@ import optax
 import pytest
 import tiny
 
-from qkgeom_jax import ensemble, initializers, optim, train
+from qkgeom_jax import ensemble, initializers, model, optim, train
 
 
 def make(config):
@@ -65,16 +67,13 @@ def test_weight_decay_acts_on_matrices_alone():
 
 
 def test_training_lowers_the_loss_on_a_text_that_can_be_learnt():
-    config = tiny.config(epochs=1, steps_per_epoch=40, chunk=20, learning_rate=1e-2)
+    config = tiny.config(epochs=1, steps_per_epoch=80, chunk=80, learning_rate=1e-2)
     programs, keys = make(config), ensemble.make_keys(config.seeds)
     tokens = jnp.asarray(np.tile(np.arange(1, 9, dtype=np.uint8), 60))
-    from qkgeom_jax import model
-
     window = tokens[:9].astype(jnp.int32)[None]
     state = programs.initialise(keys)
     before = jax.vmap(lambda p: model.cross_entropy(p, window, config.model))(state.params)
-    for step in (0, 20):
-        state = programs.advance(state, keys, jnp.int32(step), tokens)
+    state = programs.advance(state, keys, jnp.int32(0), tokens)
     after = jax.vmap(lambda p: model.cross_entropy(p, window, config.model))(state.params)
     assert (np.asarray(after) < 0.3 * np.asarray(before)).all()
 
@@ -134,4 +133,4 @@ def test_the_training_program_calls_no_lapack():
     programs, keys = make(config), ensemble.make_keys(config.seeds)
     state = jax.eval_shape(programs.initialise, keys)
     text = programs.advance.lower(state, keys, jnp.int32(0), jnp.asarray(tiny.tokens())).compile().as_text()
-    assert "lapack" not in text.lower()
+    assert not re.findall(r'custom_call_target="[^"]*"', text)

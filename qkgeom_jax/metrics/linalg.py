@@ -103,40 +103,53 @@ def qr(a: jax.Array) -> tuple[jax.Array, jax.Array]:
     return transpose(q), r * scale
 
 
-def _eliminated(gram: jax.Array, beside: jax.Array) -> jax.Array:
-    """[r, r^-T beside] with r upper triangular and r^T r = gram; pivots that are rounding are raised."""
+def _gram_factor(gram: jax.Array, floor: float, inverse: bool) -> tuple[jax.Array, jax.Array]:
+    """r with r^T r = gram (triangular but for the order of its columns) and, if asked for, its inverse.
+
+    Cholesky with columns of length 1 and the largest remaining pivot first. What remains when that is below `floor` is
+    rounding: it counts as a diagonal matrix, and for the inverse's sake as one of size `floor`.
+    """
     n = gram.shape[-1]
-    floor = 64 * EPSILON * jnp.diagonal(gram, axis1=-2, axis2=-1)
-    floor = jnp.where(floor > 0, floor, 1.0)
-    a = jnp.concatenate([gram, beside], axis=-1)
+    squares = jnp.diagonal(gram, axis1=-2, axis2=-1)
+    lengths = jnp.where(squares > 0, jnp.sqrt(jnp.where(squares > 0, squares, 1.0)), 1.0)
+    a = gram / lengths[..., :, None] / lengths[..., None, :]
+    if inverse:
+        a = jnp.concatenate([a, jnp.broadcast_to(jnp.eye(n, dtype=jnp.float32), a.shape)], axis=-1)
     index = jnp.broadcast_to(jnp.arange(a.shape[-1]), a[..., 0, :].shape)
 
     def eliminate(k, carry):
         # the update of the step before stands first, so that it happens in place on the carried array
-        a, factor, row, rows = carry
+        a, factor, row, left, rows = carry
         a = a - factor[..., :, None] * row[..., None, :]
-        row = _at(a, k, -2)
-        pivot = jnp.maximum(_at(row, k, -1), _at(floor, k, -1))[..., None]
-        row = jnp.where(index > k, row, jnp.where(index == k, pivot, 0.0)) / jnp.sqrt(pivot)
-        factor = jnp.where(index > k, row, 0.0)[..., :n]
-        return a, factor, row, lax.dynamic_update_index_in_dim(rows, row, k, axis=-2)
+        left = left - factor * factor
+        best = jnp.argmax(left, axis=-1)[..., None]
+        row = jnp.take_along_axis(a, best[..., None], axis=-2)[..., 0, :]
+        pivot = jnp.take_along_axis(left, best, axis=-1)
+        rounding = pivot <= floor
+        root = jnp.sqrt(jnp.where(rounding, floor if inverse else jnp.maximum(pivot, 0.0), pivot))
+        remaining = (left > -jnp.inf) & (index[..., :n] != best)
+        factor = jnp.where(remaining & ~rounding, row[..., :n] / root, 0.0)
+        row = jnp.concatenate([jnp.where(index[..., :n] == best, root, factor), row[..., n:] / root], axis=-1)
+        left = jnp.where(remaining, left, -jnp.inf)
+        return a, factor, row, left, lax.dynamic_update_index_in_dim(rows, row, k, axis=-2)
 
-    return lax.fori_loop(0, n, eliminate, (a, jnp.zeros_like(a[..., 0]), jnp.zeros_like(a[..., 0, :]), a))[-1]
+    left = jnp.where(squares > 0, 1.0, 0.0 * squares)
+    start = a, jnp.zeros_like(left), jnp.zeros_like(a[..., 0, :]), left, jnp.zeros_like(a)
+    rows = lax.fori_loop(0, n, eliminate, start)[-1]
+    return rows[..., :n] * lengths[..., None, :], transpose(rows[..., n:] / (lengths[..., None, :] if inverse else 1.0))
 
 
 def triangles(*xs: jax.Array) -> list[jax.Array]:
-    """The r of a QR decomposition of each x [..., m, n] (any m, the same n), up to signs, from two Gram matrices.
+    """For each x [..., m, n] (any m, the same n, scaled) an r [..., n, n] with r^T r = x^T x, to the precision of x.
 
-    The first factor only has to make the columns nearly orthogonal; the second, of a well-conditioned matrix, restores
-    the small singular values that a single Gram matrix loses. Together, the loops over columns are compiled once.
+    From two Gram matrices: the first factor only has to make the columns nearly orthogonal, the second, of a
+    well-conditioned matrix, restores the small singular values that a single Gram matrix loses (CholeskyQR applied
+    twice). The loops over columns run once for all x together.
     """
-    n = xs[0].shape[-1]
-    gram = stacked([transpose(x) @ x for x in xs])
-    first = _eliminated(gram, jnp.broadcast_to(jnp.eye(n, dtype=jnp.float32), gram.shape))
-    inverses = unstacked(transpose(first[..., n:]), xs)
-    gram = stacked([transpose(y) @ y for y in (x @ inverse for x, inverse in zip(xs, inverses))])
-    second = _eliminated(gram, gram[..., :0])
-    return unstacked(second @ first[..., :n], xs)
+    first, inverse = _gram_factor(stacked([transpose(x) @ x for x in xs]), 8 * EPSILON, True)
+    ys = [x @ w for x, w in zip(xs, unstacked(inverse, xs))]
+    second, _ = _gram_factor(stacked([transpose(y) @ y for y in ys]), EPSILON, False)
+    return unstacked(second @ first, xs)
 
 
 def stacked(matrices: list[jax.Array]) -> jax.Array:

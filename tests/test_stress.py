@@ -1,0 +1,19 @@
+"""The evaluation in fresh processes, in the default environment: a few here, many by benchmarks/stress.py."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / "benchmarks/stress.py"
+
+
+@pytest.mark.slow
+def test_the_evaluation_never_hangs():
+    # The limit is for a hang, not for speed: these machines are shared.
+    command = [sys.executable, str(SCRIPT), "--processes=2", "--limit=400"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_"))}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0 and "4 of 4 finished" in done.stdout, done.stdout + done.stderr
