@@ -2,9 +2,6 @@
 
 import ast
 import functools
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -272,7 +269,7 @@ def test_a_pair_stands_at_both_ends_and_a_file_may_hold_dataclasses(tmp_path):
     assert first.update(1.0, first.init(1.0))[0] == 2 and last.update(1.0, last.init(1.0))[0] == 3
 
 
-# Through the ensemble, and what must never hang
+# Through the ensemble
 
 
 def trained(config, *pair):
@@ -295,46 +292,19 @@ def baseline(init):
     return trained(tiny.config(init=init), optax.identity(), optax.identity())
 
 
+IDLE = [
+    *((name, {"start_epoch": 2}) for name in ARMS),
+    *((name, {"start_epoch": 0, "period": 51}) for name in ("k_spectrum_clamp", "forced_k_contraction")),
+    ("qk_align", {"align_lambda": 0.0}),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [{"start_epoch": 2}, {"period": 51, "start_epoch": 0}], ids=["empty window", "long period"])
-@pytest.mark.parametrize("name", ARMS)
+@pytest.mark.parametrize("name, changes", IDLE)
 def test_every_idle_arm_equals_the_baseline_bitwise_in_training(name, changes):
-    if "period" in changes and name not in ("k_spectrum_clamp", "forced_k_contraction"):
-        if name != "qk_align":
-            pytest.skip("has no period")
-        changes = {"align_lambda": 0.0}
+    """An empty window, a period longer than the run, a penalty of nothing: 50 steps of two seeds."""
     config = arm(name, **changes)
     assert_equal_bitwise(trained(config), baseline(config.model.init))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("devices", [1, 2])
-def test_decompositions_in_training_never_hang(devices):
-    """In a fresh process with the default environment: what acts every step, on seeds spread over the devices."""
-    code = f"""
-import sys; sys.path.insert(0, {str(ROOT / "tests")!r})
-import jax, jax.numpy as jnp, tiny
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from qkgeom_jax import ensemble, optim
-from qkgeom_jax.interventions import make_intervention
-assert jax.device_count() == {devices}
-mesh = jax.make_mesh(({devices},), ("seeds",), axis_types=(AxisType.Auto,))
-keys = jax.device_put(ensemble.make_keys((3, 5)), NamedSharding(mesh, PartitionSpec("seeds")))
-for name in ("k_spectrum_clamp", "forced_k_contraction", "qk_decouple"):
-    init = "qk_identical" if name == "qk_decouple" else "independent"
-    config = tiny.config(intervention=name, init=init, contraction_rank=4, period=1, start_epoch=0)
-    programs = ensemble.make_ensemble(config, optim.make_optimizer(config, *make_intervention(name, config)))
-    state = programs.initialise(keys)
-    for step in range(0, 8, 2):
-        state = programs.advance(state, keys, jnp.int32(step), jnp.asarray(tiny.tokens()))
-    assert state.alive.all()
-print("ended")
-"""
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    environment |= {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"} if devices > 1 else {}
-    environment["PYTHONPATH"] = str(ROOT)
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=500)
-    assert done.stdout == "ended\n", done.stderr
 
 
 @pytest.mark.parametrize("name", ["k_spectrum_clamp", "forced_k_contraction", "qk_decouple"])
