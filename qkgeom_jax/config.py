@@ -15,6 +15,12 @@ from typing import Any
 
 INITIALIZATIONS = ("qk_identical", "disjoint_support", "independent")
 COMPUTE_DTYPES = ("float32", "bfloat16")
+# The arms of Table 2, the baseline first. A user's own is FILE.py:name.
+INTERVENTIONS = (
+    "none", "k_spectrum_clamp", "forced_k_contraction", "freeze_q", "freeze_k", "qk_decouple", "qk_align",
+)  # fmt: skip
+# An arm that means something from one initialisation only.
+REQUIRED_INIT = {"qk_decouple": "qk_identical"}
 MAXIMUM_SEED = 2**31 - 1
 
 
@@ -156,6 +162,39 @@ class CorpusConfig:
 
 
 @dataclass(frozen=True)
+class InterventionConfig:
+    """The numbers of the arms of Table 2. Each arm reads its own and no other."""
+
+    period: int = option(100, "updates between two clamps or contractions", recompiles=True)
+    start_epoch: int | None = option(
+        None, "an arm acts on updates after this many epochs; by default 1 for clamp and contraction, 3 for decouple, else 0",
+        recompiles=True,
+    )  # fmt: skip
+    per_head: bool = option(False, "clamp, contract and rotate W_K per head instead of whole", recompiles=True)
+    clamp_strength: float = option(1.0, "0 leaves the singular values of W_K, 1 restores the initial ones", recompiles=True)
+    contraction_rank: float = option(
+        32, "singular values of W_K that contraction leaves: a number, or below 1 a fraction of all", recompiles=True
+    )
+    contraction_factor: float = option(0.05, "what contraction multiplies the others by", recompiles=True)
+    align_lambda: float = option(0.001, "strength of the alignment regulariser", recompiles=True)
+    align_sign: int = option(1, "1 pulls columns of W_Q and W_K together, -1 apart", recompiles=True)
+
+    def __post_init__(self) -> None:
+        _require_count("period", self.period)
+        if self.start_epoch is not None:
+            _require_count("start_epoch", self.start_epoch, least=0)
+        _require(isinstance(self.per_head, bool), "per_head", self.per_head, "true, false")
+        _require_number("clamp_strength", self.clamp_strength)
+        _require(self.clamp_strength <= 1, "clamp_strength", self.clamp_strength, "a number from 0 to 1")
+        _require_number("contraction_rank", self.contraction_rank, positive=True)
+        whole = self.contraction_rank < 1 or self.contraction_rank == int(self.contraction_rank)
+        _require(whole, "contraction_rank", self.contraction_rank, "a whole number of at least 1, or a fraction below 1")
+        _require_number("contraction_factor", self.contraction_factor)
+        _require_number("align_lambda", self.align_lambda)
+        _require(self.align_sign in (1, -1), "align_sign", self.align_sign, "1, -1")
+
+
+@dataclass(frozen=True)
 class Config:
     """One group: a depth, an initialisation, an intervention, and the seeds that train together."""
 
@@ -164,6 +203,7 @@ class Config:
     training: TrainingConfig = TrainingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     corpus: CorpusConfig = CorpusConfig()
+    manipulation: InterventionConfig = InterventionConfig()
     intervention: str = "none"
     seeds: tuple[int, ...] = (7, 37, 42, 105)
 
@@ -173,6 +213,21 @@ class Config:
             whole = isinstance(seed, int) and not isinstance(seed, bool)
             _require(whole and 0 <= seed <= MAXIMUM_SEED, "seeds", seed, f"whole numbers from 0 to {MAXIMUM_SEED}")
         _require(len(set(self.seeds)) == len(self.seeds), "seeds", self.seeds, "each seed once")
+        self._check_intervention()
+
+    def _check_intervention(self) -> None:
+        name = self.intervention
+        file, _, own = name.rpartition(":")
+        known = name in INTERVENTIONS or (file.endswith(".py") and own.isidentifier() and own not in INTERVENTIONS)
+        _require(known, "intervention", name, f"{', '.join(INTERVENTIONS)}, or FILE.py:name with another name")
+        init = REQUIRED_INIT.get(name, self.model.init)
+        _require(self.model.init == init, "init", self.model.init, f"{init} with intervention {name}")
+        if name == "forced_k_contraction":
+            rank = self.model.head_width if self.manipulation.per_head else self.model.width
+            _require(
+                self.manipulation.contraction_rank < rank, "contraction_rank", self.manipulation.contraction_rank,
+                f"numbers below {rank}, the rank of W_K{' of a head' if self.manipulation.per_head else ''}",
+            )  # fmt: skip
 
     @property
     def warmup_steps(self) -> int:
@@ -185,8 +240,8 @@ class Config:
 
     @property
     def name(self) -> str:
-        """The group's folder."""
-        return f"depth{self.model.depth}-{self.model.init}-{self.intervention}"
+        """The group's folder; of FILE.py:name it bears the name."""
+        return f"depth{self.model.depth}-{self.model.init}-{self.intervention.rpartition(':')[2]}"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values, nested as the dataclasses are."""
@@ -200,6 +255,7 @@ PARTS: Mapping[str, type] = {
     "training": TrainingConfig,
     "evaluation": EvaluationConfig,
     "corpus": CorpusConfig,
+    "manipulation": InterventionConfig,
 }
 
 
@@ -225,7 +281,8 @@ def override(config: Config, **values: Any) -> Config:
 
 def from_dict(values: Mapping[str, Any]) -> Config:
     """The inverse of `Config.to_dict`."""
-    parts = {part: kind(**values[part]) for part, kind in PARTS.items()}
+    # A part that is absent was written before it existed, and has its defaults.
+    parts = {part: kind(**values.get(part, {})) for part, kind in PARTS.items()}
     return Config(**parts, intervention=values["intervention"], seeds=tuple(values["seeds"]))
 
 

@@ -20,6 +20,7 @@ from qkgeom_jax.config import Config
 from qkgeom_jax.corpus import Corpus
 from qkgeom_jax.history import History
 from qkgeom_jax.initializers import Params
+from qkgeom_jax.interventions import make_intervention
 
 
 class Stopped(Exception):
@@ -91,7 +92,8 @@ def train_group(
     """
     clock = Clock()
     training = config.training
-    programs = ensemble.make_ensemble(config, optim.make_optimizer(config))
+    optimizer = optim.make_optimizer(config, *make_intervention(config.intervention, config))
+    programs = ensemble.make_ensemble(config, optimizer)
     keys = ensemble.make_keys(config.seeds)
     tokens = jnp.asarray(corpus.tokens["train"])
     probes = evaluate.make_probes(corpus.tokens["train"], corpus.tokens["validation"], config)

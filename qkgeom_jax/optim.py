@@ -2,7 +2,7 @@
 
 What changes gradients stands first; AdamW follows; what projects parameters stands last, so that nothing (weight
 decay, momentum) moves a parameter after its projection. The baseline goes through the same chain with an identity in
-those places.
+those places, and equals an arm that never acts bitwise.
 """
 
 from __future__ import annotations
@@ -36,6 +36,22 @@ def matrices(params: optax.Params) -> optax.Params:
     return jax.tree_util.tree_map_with_path(is_matrix, params)
 
 
+def _rounding_boundary() -> optax.GradientTransformationExtraArgs:
+    """The identity, behind a branch that is never taken.
+
+    XLA on the CPU fuses AdamW's last product with the sum that follows, and rounds once instead of twice, unless a
+    branch stands between, as an intervention's does: without one in every chain, arms that never act would drift from
+    the baseline. (`optimization_barrier` does not survive there.)
+    """
+
+    def update(updates, state, params=None, *, step=None, **extra):
+        if step is not None:
+            updates = jax.lax.cond(step < 0, lambda: optax.tree.zeros_like(updates), lambda: updates)
+        return updates, state
+
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+
+
 def make_optimizer(
     config: Config,
     on_gradients: optax.GradientTransformation | None = None,
@@ -54,6 +70,7 @@ def make_optimizer(
             on_gradients or optax.identity(),
             optax.clip_by_global_norm(o.gradient_clip),
             optax.adamw(learning_rate(config), o.beta_1, o.beta_2, weight_decay=o.weight_decay, mask=matrices),
+            _rounding_boundary(),
             on_parameters or optax.identity(),
         )
     )

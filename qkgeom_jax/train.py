@@ -59,7 +59,8 @@ def train_step(
     batch = draw_batch(key, step, tokens, config.training.batch, config.model.context + 1)
     loss, gradients = jax.value_and_grad(model.cross_entropy)(state.params, batch, config.model)
     # Interventions count completed updates, this one included.
-    updates, opt_state = optimizer.update(gradients, state.opt_state, state.params, step=step + 1)
+    draw = jax.random.fold_in(key, INTERVENTION)
+    updates, opt_state = optimizer.update(gradients, state.opt_state, state.params, step=step + 1, key=draw)
     params = optax.apply_updates(state.params, updates)
     finite = jnp.isfinite(loss) & jnp.isfinite(optax.tree.norm(params))
     alive = state.alive & finite
