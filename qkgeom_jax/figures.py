@@ -189,7 +189,9 @@ def _draw_line(axes: Axes, fitted: Regression, x: np.ndarray) -> None:
     axes.autoscale_view()
     low, high = axes.get_ylim()
     axes.set_ylim(low, high + 0.18 * (high - low))  # room for the text above every point
-    axes.text(0.03, 0.98, text, transform=axes.transAxes, va="top", fontsize=7.5, color=color)
+    # On white, since a zero line may pass behind it.
+    white = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}
+    axes.text(0.03, 0.98, text, transform=axes.transAxes, va="top", fontsize=7.5, color=color, bbox=white)
 
 
 @matplotlib.rc_context(STYLE)
