@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
@@ -27,7 +28,6 @@ from qkgeom_jax.metrics.linalg import (
     unstacked,
 )
 from qkgeom_jax.metrics.spectra import (
-    centred,
     covariance_statistics,
     effective_rank,
     effective_rank_activations,
@@ -36,6 +36,7 @@ from qkgeom_jax.metrics.spectra import (
     participation_ratio,
     participation_ratio_weight,
     spectrum_statistics,
+    subtract_mean,
     trace_ratio,
 )
 from qkgeom_jax.metrics.weights import (
@@ -89,6 +90,7 @@ PER_LAYER = (
 )
 
 
+@functools.partial(jax.jit, static_argnames="spectrum_sequences")
 def attention_geometry(
     q: jax.Array,
     k: jax.Array,
@@ -137,7 +139,7 @@ def attention_geometry(
         # [2, H, B*T, K]: queries and keys side by side, so that each computation stands in the program once
         tokens = jnp.stack([q, k]).swapaxes(1, 2).reshape(2, heads, batch * positions, width)
         tokens, scale = scaled(tokens)
-        rest, mean = centred(tokens)
+        rest, mean = subtract_mean(tokens)
         pairs = _participation_ratios(rest, mean, scale, weights)
         pairs["activation_norm"] = activation_norm(tokens) * scale[..., 0, 0]
         few, _ = scaled(jnp.stack([q, k])[:, :spectrum_sequences])

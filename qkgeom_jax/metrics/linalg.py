@@ -52,6 +52,7 @@ def _vecmat(v: jax.Array, a: jax.Array) -> jax.Array:
     return jnp.einsum("...m,...mn->...n", v, a)
 
 
+@jax.jit
 @jax.default_matmul_precision("highest")
 def qr(a: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Thin QR decomposition by Gram-Schmidt applied twice.
@@ -231,6 +232,7 @@ def _bidiagonal_values(diagonal: jax.Array, above: jax.Array) -> jax.Array:
 
 
 @jax.custom_jvp
+@jax.jit
 @jax.default_matmul_precision("highest")
 def singular_values(a: jax.Array) -> jax.Array:
     """Singular values, by bidiagonalisation and bisection.
@@ -265,6 +267,7 @@ def _singular_values_jvp(primals, tangents):
         return singular_values(primals[0]), jnp.einsum("...mi,...mn,...in->...i", u, tangent, vt)
 
 
+@jax.jit
 @jax.default_matmul_precision("highest")
 def product_singular_values(a: jax.Array, b: jax.Array) -> jax.Array:
     """Singular values of a b^T, without forming it where the inner dimension is the smallest.
@@ -338,6 +341,7 @@ def _jacobi(x: jax.Array, m: int) -> tuple[jax.Array, jax.Array]:
     return x, sweeps
 
 
+@jax.jit
 @jax.default_matmul_precision("highest")
 def svd(a: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Thin singular value decomposition, by one-sided Jacobi rotations.
