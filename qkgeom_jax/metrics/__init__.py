@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
@@ -27,7 +28,6 @@ from qkgeom_jax.metrics.linalg import (
     unstacked,
 )
 from qkgeom_jax.metrics.spectra import (
-    centred,
     covariance_statistics,
     effective_rank,
     effective_rank_activations,
@@ -36,6 +36,7 @@ from qkgeom_jax.metrics.spectra import (
     participation_ratio,
     participation_ratio_weight,
     spectrum_statistics,
+    subtract_mean,
     trace_ratio,
 )
 from qkgeom_jax.metrics.weights import (
@@ -44,6 +45,32 @@ from qkgeom_jax.metrics.weights import (
     cosine_similarity,
     frobenius_norm,
     spectral_norm,
+)
+
+__all__ = (
+    "PER_HEAD",
+    "PER_LAYER",
+    "activation_norm",
+    "attention_entropy",
+    "attention_gap",
+    "attention_geometry",
+    "column_alignment",
+    "cosine_similarity",
+    "covariance_statistics",
+    "effective_rank",
+    "effective_rank_activations",
+    "effective_rank_qk",
+    "effective_rank_qk_weight",
+    "frobenius_norm",
+    "logit_statistics",
+    "participation_ratio",
+    "participation_ratio_weight",
+    "product_singular_values",
+    "qr",
+    "singular_values",
+    "spectral_norm",
+    "svd",
+    "top_k_mass",
 )
 
 PER_HEAD = (
@@ -89,6 +116,7 @@ PER_LAYER = (
 )
 
 
+@functools.partial(jax.jit, static_argnames="spectrum_sequences")
 def attention_geometry(
     q: jax.Array,
     k: jax.Array,
@@ -127,17 +155,18 @@ def attention_geometry(
     weights = _head_weights(w_q, w_k, heads, width)
     if mask is None:
         mask = jnp.tril(jnp.ones((positions, positions), bool))
-    if jnp.shape(mask) != (positions, positions):
-        raise ValueError(f"mask has shape {jnp.shape(mask)}; it must be {(positions, positions)}")
+    mask = jnp.asarray(mask)
+    if mask.shape != (positions, positions) or mask.dtype != jnp.bool_:
+        raise ValueError(f"mask is {mask.dtype} {mask.shape}; it must be boolean {(positions, positions)}")
     if spectrum_sequences is not None and spectrum_sequences < 1:
         raise ValueError(f"spectrum_sequences is {spectrum_sequences}; it must be at least 1")
     with jax.default_matmul_precision("highest"):
         logits = jnp.einsum("bhik,bhjk->jbhi", q, k) / width**0.5
-        results = _attention_metrics(logits, jnp.transpose(mask)[:, None, None, :])
+        results = _attention_metrics(logits, mask.T[:, None, None, :])
         # [2, H, B*T, K]: queries and keys side by side, so that each computation stands in the program once
         tokens = jnp.stack([q, k]).swapaxes(1, 2).reshape(2, heads, batch * positions, width)
         tokens, scale = scaled(tokens)
-        rest, mean = centred(tokens)
+        rest, mean = subtract_mean(tokens)
         pairs = _participation_ratios(rest, mean, scale, weights)
         pairs["activation_norm"] = activation_norm(tokens) * scale[..., 0, 0]
         few, _ = scaled(jnp.stack([q, k])[:, :spectrum_sequences])

@@ -6,6 +6,8 @@ may attend to a key, and work in float32. A query without any allowed key is lef
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -22,6 +24,7 @@ def _by_key(logits: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.moveaxis(logits, -1, 0), jnp.moveaxis(mask, -1, 0)
 
 
+@functools.partial(jax.jit, static_argnames="k")
 def statistics_by_key(logits: jax.Array, mask: jax.Array, k: int = 5) -> dict[str, jax.Array]:
     """All eight metrics, [...], from two passes over the keys; logits and mask as from `_by_key`.
 
@@ -96,7 +99,7 @@ def attention_entropy(logits: jax.Array, mask: jax.Array) -> jax.Array:
     >>> print(attention_entropy(jnp.zeros((2, 2)), jnp.tril(jnp.ones((2, 2), bool))))  # (ln 1 + ln 2) / 2
     0.3465736
     """
-    return statistics_by_key(*_by_key(logits, mask))["attention_entropy"]
+    return statistics_by_key(*_by_key(logits, mask), 1)["attention_entropy"]
 
 
 def top_k_mass(logits: jax.Array, k: int, mask: jax.Array) -> jax.Array:

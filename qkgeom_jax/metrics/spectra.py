@@ -6,6 +6,8 @@ the covariance statistics.
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -13,7 +15,7 @@ from qkgeom_jax.metrics.linalg import EPSILON, product_singular_values, scaled, 
 from qkgeom_jax.metrics.linalg import singular_values as _singular_values
 
 
-def centred(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+def subtract_mean(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """x [..., tokens, d] less its mean over the tokens, and that mean; exactly 0 where all tokens are equal."""
     mean = jnp.mean(x, axis=-2, keepdims=True)
     rest = x - mean
@@ -28,6 +30,7 @@ def trace_ratio(gram: jax.Array) -> jax.Array:
     return jnp.where(squares == 0, 0.0, trace * trace / jnp.where(squares == 0, 1.0, squares))
 
 
+@functools.partial(jax.jit, static_argnames="centred")
 @jax.default_matmul_precision("highest")
 def participation_ratio(x: jax.Array, centred: bool = True) -> jax.Array:
     """Participation ratio of the covariance of activations.
@@ -47,12 +50,10 @@ def participation_ratio(x: jax.Array, centred: bool = True) -> jax.Array:
     2.0
     """
     x, _ = scaled(x)
-    return participation_ratio_weight(_centred(x)[0] if centred else x)
+    return participation_ratio_weight(subtract_mean(x)[0] if centred else x)
 
 
-_centred = centred
-
-
+@jax.jit
 @jax.default_matmul_precision("highest")
 def participation_ratio_weight(w: jax.Array) -> jax.Array:
     """Participation ratio of the squared singular values of a matrix.
@@ -75,6 +76,7 @@ def participation_ratio_weight(w: jax.Array) -> jax.Array:
     return trace_ratio(transpose(w) @ w)
 
 
+@jax.jit
 def effective_rank(singular_values: jax.Array) -> jax.Array:
     """exp of the entropy of the normalised singular values.
 
@@ -110,7 +112,7 @@ def effective_rank_activations(x: jax.Array) -> jax.Array:
     >>> print(effective_rank_activations(jnp.array([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0], [0.0, -1.0]])))
     2.0
     """
-    return effective_rank(_singular_values(centred(scaled(x)[0])[0]))
+    return effective_rank(_singular_values(subtract_mean(scaled(x)[0])[0]))
 
 
 def spectrum_statistics(s: jax.Array, tokens: int) -> dict[str, jax.Array]:
@@ -147,7 +149,7 @@ def covariance_statistics(x: jax.Array) -> dict[str, jax.Array]:
     """
     x, scale = scaled(x)
     tokens, d = x.shape[-2:]
-    s = _singular_values(centred(x)[0]) * scale[..., 0]
+    s = _singular_values(subtract_mean(x)[0]) * scale[..., 0]
     return spectrum_statistics(jnp.pad(s, [(0, 0)] * (s.ndim - 1) + [(0, max(d - tokens, 0))]), tokens)
 
 

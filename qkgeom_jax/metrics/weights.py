@@ -11,19 +11,18 @@ from qkgeom_jax.metrics.linalg import scaled, transpose
 _SQUARINGS = 20
 
 
-def _sums(w_q: jax.Array, w_k: jax.Array) -> jax.Array:
-    """[3, ..., columns]: products, squares of w_q, squares of w_k, summed over each column; matrices scaled."""
-    (a, _), (b, _) = scaled(w_q), scaled(w_k)
-    if a.shape != b.shape:
-        raise ValueError(f"w_q has shape {a.shape} and w_k {b.shape}; they must have the same")
-    return jnp.stack([jnp.sum(product, axis=-2) for product in (a * b, a * a, b * b)])
+def _same_shape(w_q: jax.Array, w_k: jax.Array) -> tuple[jax.Array, jax.Array]:
+    w_q, w_k = jnp.asarray(w_q), jnp.asarray(w_k)
+    if w_q.shape != w_k.shape:
+        raise ValueError(f"w_q has shape {w_q.shape} and w_k {w_k.shape}; they must have the same")
+    return w_q, w_k
 
 
-def _cosine(sums: jax.Array) -> jax.Array:
-    """The cosine, or 0, with a derivative of 0, where either vector is zero."""
-    product, a, b = sums
-    sizes = a * b
-    return jnp.where(sizes == 0, 0.0, product / jnp.sqrt(jnp.where(sizes == 0, 1.0, sizes)))
+def _cosine(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Cosine along the last axis; 0, with a derivative of 0, where either vector is zero."""
+    a, b = (scaled(x[..., None])[0][..., 0] for x in (a, b))
+    sizes = jnp.sum(a * a, axis=-1) * jnp.sum(b * b, axis=-1)
+    return jnp.where(sizes == 0, 0.0, jnp.sum(a * b, axis=-1) / jnp.sqrt(jnp.where(sizes == 0, 1.0, sizes)))
 
 
 def cosine_similarity(w_q: jax.Array, w_k: jax.Array) -> jax.Array:
@@ -42,7 +41,7 @@ def cosine_similarity(w_q: jax.Array, w_k: jax.Array) -> jax.Array:
     >>> print(cosine_similarity(jnp.eye(2), -3 * jnp.eye(2)))
     -1.0
     """
-    return _cosine(jnp.sum(_sums(w_q, w_k), axis=-1))
+    return _cosine(*(w.reshape(*w.shape[:-2], -1) for w in _same_shape(w_q, w_k)))
 
 
 def column_alignment(w_q: jax.Array, w_k: jax.Array, signed: bool = False) -> jax.Array:
@@ -64,7 +63,7 @@ def column_alignment(w_q: jax.Array, w_k: jax.Array, signed: bool = False) -> ja
     >>> print(column_alignment(w, jnp.array([[-2.0, 1.0], [0.0, -1.0]])))
     0.5
     """
-    cosines = _cosine(_sums(w_q, w_k))
+    cosines = _cosine(*map(transpose, _same_shape(w_q, w_k)))
     return jnp.mean(cosines if signed else jnp.abs(cosines), axis=-1)
 
 
@@ -84,6 +83,7 @@ def frobenius_norm(w: jax.Array) -> jax.Array:
     return jnp.sqrt(jnp.sum(w * w, axis=(-2, -1))) * scale[..., 0, 0]
 
 
+@jax.jit
 @jax.default_matmul_precision("highest")
 def spectral_norm(w: jax.Array) -> jax.Array:
     """Largest singular value of a matrix, by squaring its Gram matrix twenty times.
