@@ -2,10 +2,10 @@
 
     python benchmarks/stress.py --processes 25
 
-On a two-core machine a jitted program with LAPACK calls in it hangs in most runs; these have none. Each process measures
-an untrained depth-8 model with four seeds, or trains it for three steps with an intervention that decomposes W_K at every
-one, in the default environment, on one CPU device and on two virtual ones. Prints a line a process and exits with 1 if
-any failed or ran out of time.
+On a two-core machine a jitted program with LAPACK calls in it hangs in most runs; these have none. Each process takes
+an untrained depth-8 model with four seeds and measures it, or trains it for three steps with an intervention that
+decomposes W_K at each, in the default environment, on one CPU device and on two virtual ones. Prints a line a process
+and exits with 1 if any failed or ran out of time.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def run_once(program: str, devices: int, depth: int) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--processes", type=int, default=25, help="fresh processes for each program and number of devices")
+    parser.add_argument("--processes", type=int, default=25, help="fresh processes for each program and devices")
     parser.add_argument("--devices", default="1,2", help="numbers of virtual CPU devices")
     parser.add_argument("--depth", type=int, default=8)
     parser.add_argument("--programs", default=",".join(PROGRAMS), help="what to run")
@@ -75,7 +75,8 @@ def main() -> int:
     for program, devices in itertools.product(options.programs.split(","), map(int, options.devices.split(","))):
         for number in range(options.processes):
             start = time.monotonic()
-            command = [sys.executable, __file__, f"--programs={program}", f"--once={devices}", f"--depth={options.depth}"]
+            own = [f"--programs={program}", f"--once={devices}", f"--depth={options.depth}"]
+            command = [sys.executable, __file__, *own]
             try:
                 outcome = "done" if subprocess.run(command, timeout=options.limit).returncode == 0 else "FAILED"
             except subprocess.TimeoutExpired:

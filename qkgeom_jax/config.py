@@ -167,11 +167,11 @@ class InterventionConfig:
 
     period: int = option(100, "updates between two clamps or contractions", recompiles=True)
     start_epoch: int | None = option(
-        None, "an arm acts on updates after this many epochs; by default 1 for clamp and contraction, 3 for decouple, else 0",
+        None, "epochs before an arm acts; by default 1 for clamp and contraction, 3 for decouple, else 0",
         recompiles=True,
     )  # fmt: skip
     per_head: bool = option(False, "clamp, contract and rotate W_K per head instead of whole", recompiles=True)
-    clamp_strength: float = option(1.0, "0 leaves the singular values of W_K, 1 restores the initial ones", recompiles=True)
+    clamp_strength: float = option(1.0, "0 leaves the spectrum of W_K, 1 restores the initial one", recompiles=True)
     contraction_rank: float = option(
         32, "singular values of W_K that contraction leaves: a number, or below 1 a fraction of all", recompiles=True
     )
@@ -187,8 +187,9 @@ class InterventionConfig:
         _require_number("clamp_strength", self.clamp_strength)
         _require(self.clamp_strength <= 1, "clamp_strength", self.clamp_strength, "a number from 0 to 1")
         _require_number("contraction_rank", self.contraction_rank, positive=True)
-        whole = self.contraction_rank < 1 or self.contraction_rank == int(self.contraction_rank)
-        _require(whole, "contraction_rank", self.contraction_rank, "a whole number of at least 1, or a fraction below 1")
+        allowed = "a whole number of at least 1, or a fraction below 1"
+        rank = self.contraction_rank
+        _require(rank < 1 or rank == int(rank), "contraction_rank", rank, allowed)
         _require_number("contraction_factor", self.contraction_factor)
         _require_number("align_lambda", self.align_lambda)
         _require(self.align_sign in (1, -1), "align_sign", self.align_sign, "1, -1")

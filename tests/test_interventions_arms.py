@@ -80,7 +80,8 @@ def toy_run(config, idle=False):
 
 
 def assert_equal_bitwise(a, b):
-    jax.tree.map(lambda x, y: np.testing.assert_array_equal(np.asarray(x).view(np.int32), np.asarray(y).view(np.int32)), a, b)
+    bits = [jax.tree.map(lambda leaf: np.asarray(leaf).view(np.int32), tree) for tree in (a, b)]
+    jax.tree.map(np.testing.assert_array_equal, *bits)
 
 
 def attention(params, name):
@@ -158,7 +159,10 @@ def test_every_name_makes_an_arm_of_two_transformations():
         make_intervention("k_clamp", tiny.config())
 
 
-@pytest.mark.parametrize("name, changes", [("freeze_q", {"start_epoch": 99}), ("qk_align", {"align_lambda": 0.0}), ("qk_align", {"start_epoch": 99})])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, changes",
+    [("freeze_q", {"start_epoch": 99}), ("qk_align", {"align_lambda": 0.0}), ("qk_align", {"start_epoch": 99})],
+)
 def test_an_arm_that_does_nothing_equals_the_baseline_bitwise(name, changes):
     assert_equal_bitwise(toy_run(arm(name, **changes)), toy_run(arm(name), idle=True))
 

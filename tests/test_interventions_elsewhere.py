@@ -22,7 +22,8 @@ EVERY_THIRD = every(3)
 
 def spectra(kernels):
     """Of [D, ...] kernels, whole."""
-    return np.linalg.svd(np.stack([np.asarray(kernel, np.float64).reshape(8, 8) for kernel in kernels]), compute_uv=False)
+    matrices = np.stack([np.asarray(kernel, np.float64).reshape(8, 8) for kernel in kernels])
+    return np.linalg.svd(matrices, compute_uv=False)
 
 
 def check(history):
@@ -116,8 +117,8 @@ class Attention:
 
 
 def make_plain():
-    rng = np.random.default_rng(1)
-    return [Attention(*(Linear(jnp.asarray(rng.normal(0, 0.4, (8, 8)), jnp.float32)) for _ in range(3))) for _ in range(2)]
+    weights = jnp.asarray(np.random.default_rng(1).normal(0, 0.4, (2, 3, 8, 8)), jnp.float32)
+    return [Attention(*map(Linear, block)) for block in weights]
 
 
 def plain_loss(blocks):

@@ -1,4 +1,4 @@
-"""Evaluation and interventions in fresh processes, in the default environment: a few here, many by benchmarks/stress.py."""
+"""Evaluation and interventions in fresh processes, in the default environment; benchmarks/stress.py runs many."""
 
 import os
 import subprocess

@@ -17,7 +17,7 @@ Rule = str | Sequence[str] | Callable[[Any], Any] | Any
 
 @dataclass(frozen=True)
 class Leaf:
-    """One leaf that a rule matched: where it stands among the tree's leaves, and which axes are batch, input, output."""
+    """A leaf that a rule matched: where it stands among the tree's leaves, and which axes are batch, input, output."""
 
     index: int
     path: str
@@ -97,12 +97,12 @@ class Leaves:
             raise ValueError(f"leaves: {path} has dtype {dtype}; only real floating-point leaves are taken as matrices")
         layout = self.layout or ("io" if len(shape) == 2 else None)
         if layout is None:
-            raise ValueError(f"layout: {path} has shape {shape}; a leaf of other than two axes needs one, as layout='bio'")
+            raise ValueError(f"layout is missing: {path} has shape {shape}; all but two axes need one, as 'bio'")
         if len(layout) != len(shape):
             raise ValueError(f"layout is {layout!r}, {len(layout)} axes; {path} has shape {shape}")
         outputs = math.prod(size for size, letter in zip(shape, layout, strict=True) if letter == "o")
         if outputs % self.heads:
-            raise ValueError(f"heads is {self.heads}; {path} has {outputs} output features (shape {shape}, layout {layout!r})")
+            raise ValueError(f"heads is {self.heads}; {path} has {outputs} output features (shape {shape}, {layout!r})")
         return layout
 
 
@@ -137,8 +137,8 @@ def on(rule: Rule, *, layout: str | None = None, heads: int = 1) -> Leaves:
     >>> [leaf.path for leaf in on("attention/key", layout="bio").find(params)]
     ['attention/key']
     """
-    if layout is not None and (not isinstance(layout, str) or set(layout) - set("bio") or not {"i", "o"} <= set(layout)):
-        raise ValueError(f"layout is {layout!r}; allowed: a letter for each axis, b, i or o, with at least one i and one o")
+    if layout is not None and not (isinstance(layout, str) and {"i", "o"} <= set(layout) <= {"b", "i", "o"}):
+        raise ValueError(f"layout is {layout!r}; allowed: a letter for each axis, b, i or o, among them an i and an o")
     if not isinstance(heads, int) or isinstance(heads, bool) or heads < 1:
         raise ValueError(f"heads is {heads!r}; allowed: a whole number of at least 1")
     return Leaves(rule, layout, heads)

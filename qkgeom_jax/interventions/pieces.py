@@ -110,12 +110,11 @@ def with_norm(w: jax.Array, norm: jax.Array) -> jax.Array:
 
 
 def random_rotation(key: jax.Array, batch: int, n: int) -> jax.Array:
-    """Haar-random orthogonal matrices [batch, n, n], float32: Q of a Gaussian matrix, signs fixed (Stewart, 1980).
+    """Haar-random orthogonal matrices [batch, n, n], float32: Q of a Gaussian matrix (Stewart, 1980).
 
     >>> r = random_rotation(jax.random.key(0), 5, 3)
     >>> bool(jnp.allclose(r @ r.mT, jnp.eye(3)[None], atol=1e-5))
     True
     """
-    q, r = _qr(jax.random.normal(key, (batch, n, n)))
-    # Q alone is not uniform: only with a positive diagonal of R is the factorisation unique.
-    return q * jnp.where(jnp.diagonal(r, axis1=-2, axis2=-1) < 0, -1.0, 1.0)[..., None, :]
+    # Uniform because `qr` gives R a positive diagonal; with R's signs left to chance, Q would not be.
+    return _qr(jax.random.normal(key, (batch, n, n)))[0]

@@ -58,7 +58,7 @@ def tail_start(rank: int | float, full: int) -> int:
     """
     number = isinstance(rank, (int, float)) and not isinstance(rank, bool) and math.isfinite(rank)
     if not number or rank <= 0 or (rank > 1 and rank != int(rank)):
-        raise ValueError(f"rank is {rank!r}; allowed: a whole number of at least 1, or a fraction of the full rank below 1")
+        raise ValueError(f"rank is {rank!r}; allowed: a whole number of at least 1, or a fraction below 1")
     first = max(1, int(rank * full)) if rank < 1 else int(rank)
     if first >= full:
         raise ValueError(f"rank is {rank!r}, and a matrix of rank {full} has no singular values after that")
@@ -158,7 +158,8 @@ def qk_align(
     def check(params: optax.Params) -> tuple:
         flat = jax.tree.leaves(params)
         shapes = [
-            [jax.eval_shape(leaf.matrices, flat[leaf.index]).shape for leaf in side.find(params)] for side in (query, key)
+            [jax.eval_shape(leaf.matrices, flat[leaf.index]).shape for leaf in side.find(params)]
+            for side in (query, key)
         ]
         if shapes[0] != shapes[1]:
             raise ValueError(f"query and key name matrices of shapes {shapes[0]} and {shapes[1]}; they go in pairs")
