@@ -75,6 +75,8 @@ def make_peer(config: Config, params: dict):
             block.output.weight.copy_(attention["output"][i].T)
             block.mlp_in.weight.copy_(mlp["input"][i].T)
             block.mlp_out.weight.copy_(mlp["output"][i].T)
+            block.mlp_in.bias.copy_(mlp["input_bias"][i])
+            block.mlp_out.bias.copy_(mlp["output_bias"][i])
     return peer
 
 
@@ -87,7 +89,7 @@ def peer_runner(config: Config, params: dict, batches: np.ndarray):
         own = jax.tree.map(lambda a: a[seed], params)
         peer = make_peer(config, own)
         ours = float(jax.jit(model.cross_entropy, static_argnums=2)(own, jnp.asarray(batches[seed]), config.model))
-        theirs = float(peer(data[seed]))
+        theirs = float(peer(data[seed]).detach())
         if abs(ours - theirs) > 1e-4:
             raise SystemExit(f"the peer's loss is {theirs}, ours {ours}: not the same model")
         decayed = [p for p in peer.parameters() if p.ndim >= 2]
