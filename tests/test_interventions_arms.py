@@ -296,6 +296,17 @@ def baseline(init):
     return trained(tiny.config(init=init), optax.identity(), optax.identity())
 
 
+@pytest.mark.parametrize("name", INTERVENTIONS)
+def test_every_arm_trains_in_the_ensemble_with_one_state(name):
+    config = arm(name)
+    programs = ensemble.make_ensemble(config, optim.make_optimizer(config, *make_intervention(name, config)))
+    keys = ensemble.make_keys(config.seeds)
+    state = jax.eval_shape(programs.initialise, keys)
+    after = jax.eval_shape(programs.advance, state, keys, jnp.int32(0), jnp.asarray(tiny.tokens()))
+    describe = lambda tree: jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)  # noqa: E731
+    assert describe(after) == describe(state)
+
+
 IDLE = [
     *((name, {"start_epoch": 2}) for name in ARMS),
     *((name, {"start_epoch": 0, "period": 51}) for name in ("k_spectrum_clamp", "forced_k_contraction")),
