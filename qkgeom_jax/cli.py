@@ -90,20 +90,20 @@ def _execute(wanted: study.Study, settings: dict[str, Any]) -> int:
         return print_status(wanted)
     if settings["figures"]:
         from qkgeom_jax import report
+        from qkgeom_jax.manifest import write_digests
 
-        if not (wanted.out / "groups").is_dir():
-            raise study.StudyError(f"{wanted.out} holds no results; train first, or name the folder with --out")
+        study.require_results(wanted.out)
         print(report.write_all(wanted.out))
+        write_digests(wanted.out)
         return study.DONE
     wanted, corpus = _with_corpus(wanted)
-    if settings["fresh"] and not settings["plan"] and (aside := study.set_aside(wanted.out)):
-        print(f"moved the old results to {aside}", file=sys.stderr)
-    if not (settings["fresh"] and settings["plan"]):
-        wanted = study.settle(wanted, corpus.sha256)
     if settings["plan"]:
         from qkgeom_jax.plan import print_plan
 
-        return print_plan(wanted, corpus)
+        return print_plan(wanted if settings["fresh"] else study.settle(wanted, corpus.sha256), corpus)
+    if settings["fresh"] and (aside := study.set_aside(wanted.out)):
+        print(f"moved the old results to {aside}", file=sys.stderr)
+    wanted = study.settle(wanted, corpus.sha256)
     study.prepare(wanted, corpus.sha256)
     _say_corpus(corpus)
     from qkgeom_jax.progress import make_progress

@@ -8,8 +8,9 @@ it compiles a new program (``recompiles``).
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,12 @@ MAXIMUM_SEED = 2**31 - 1
 def option(default: Any, text: str, *, recompiles: bool = False) -> Any:
     """A dataclass field with the help text of its flag."""
     return dataclasses.field(default=default, metadata={"help": text, "recompiles": recompiles})
+
+
+def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:
+    """The end of a message about a name that is not known: the nearest known one, or `otherwise`."""
+    near = difflib.get_close_matches(name, list(known), 1)
+    return f"; did you mean {near[0]}?" if near else otherwise
 
 
 def _require(condition: bool, field: str, got: Any, allowed: str) -> None:

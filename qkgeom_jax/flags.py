@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import math
 import sys
 import tomllib
@@ -12,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from qkgeom_jax.config import INITIALIZATIONS, PARTS, PRESETS, Config, override
+from qkgeom_jax.config import INITIALIZATIONS, PARTS, PRESETS, Config, did_you_mean, override
 
 # Set by the grid (--depths, --inits) or found in the corpus.
 NOT_FLAGS = {"depth", "init", "vocabulary"}
@@ -37,8 +36,7 @@ class Parser(argparse.ArgumentParser):
         given = [word.split("=", 1)[0] for word in words if word.startswith("--") and len(word) > 2]
         for flag in given:
             if flag not in known:
-                near = difflib.get_close_matches(flag, known, 1)
-                self.error(f"{flag} is no flag" + (f"; did you mean {near[0]}?" if near else "; see --help"))
+                self.error(f"{flag} is no flag{did_you_mean(flag, known, '; see --help')}")
             if given.count(flag) > 1:
                 self.error(f"{flag} is given twice; give it once")
         # A value that begins with a minus would be taken for a flag and answered with "expected one argument".
@@ -100,9 +98,7 @@ def one_of(allowed: Sequence[str]) -> Callable[[str], str]:
 
     def parse(text: str) -> str:
         if text not in allowed:
-            near = difflib.get_close_matches(text, allowed, 1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise argparse.ArgumentTypeError(f"{text!r}; allowed: {', '.join(allowed)}{hint}")
+            raise argparse.ArgumentTypeError(f"{text!r}; allowed: {', '.join(allowed)}{did_you_mean(text, allowed)}")
         return text
 
     return parse
@@ -161,10 +157,8 @@ def read_toml(path: str, known: Sequence[str]) -> dict[str, Any]:
         raise ValueError(f"--config {path} is no TOML file: {error}") from None
     for name in values:
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            raise ValueError(
-                f"--config {path}: {name} is no key; " + (f"did you mean {near[0]}?" if near else f"allowed: {', '.join(known)}")
-            )
+            hint = did_you_mean(name, known, f"; allowed: {', '.join(known)}")
+            raise ValueError(f"--config {path}: {name} is no key{hint}")
     return values
 
 

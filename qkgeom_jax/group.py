@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ import numpy as np
 
 from qkgeom_jax import ensemble, evaluate, optim, results
 from qkgeom_jax.checkpoint import Checkpoints
-from qkgeom_jax.config import Config
+from qkgeom_jax.config import INITIALIZATIONS, Config, override
 from qkgeom_jax.corpus import Corpus
 from qkgeom_jax.history import History
 from qkgeom_jax.initializers import Params
@@ -65,6 +66,41 @@ def write_params(path: Path, params: Params) -> None:
     results.write_npz(path, {"/".join(part.key for part in where): np.asarray(leaf) for where, leaf in leaves})
 
 
+def _make_programs(config: Config) -> ensemble.Ensemble:
+    return ensemble.make_ensemble(config, optim.make_optimizer(config, *make_intervention(config.intervention, config)))
+
+
+def _any_init(config: Config) -> Config:
+    """A stand-in for all groups whose training and evaluation are the same program: an initialisation changes neither.
+
+    A user's own arm may read the initialisation, so its groups stand for themselves.
+    """
+    return config if ":" in config.intervention else override(config, init=INITIALIZATIONS[0])
+
+
+# Groups follow each other depth by depth, so the last program is the one that the next group may want.
+@functools.lru_cache(maxsize=1)
+def _compile_training(config: Config, tokens: jax.ShapeDtypeStruct) -> Any:
+    programs, keys = _make_programs(config), ensemble.make_keys(config.seeds)
+    state = jax.eval_shape(programs.initialise, keys)
+    return programs.advance.lower(state, keys, jax.ShapeDtypeStruct((), jnp.int32), tokens).compile()
+
+
+@functools.lru_cache(maxsize=1)
+def _compile_measurement(config: Config, probes: evaluate.Probes) -> Any:
+    programs, keys = _make_programs(config), ensemble.make_keys(config.seeds)
+    return programs.measure.lower(jax.eval_shape(programs.initialise, keys).params, probes).compile()
+
+
+def compile_training(config: Config, tokens: jax.ShapeDtypeStruct) -> Any:
+    """The compiled `Ensemble.advance` of a group, for training tokens of that shape."""
+    return _compile_training(_any_init(config), tokens)
+
+
+def _shape(array: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype)
+
+
 def train_group(
     config: Config,
     folder: Path,
@@ -92,8 +128,7 @@ def train_group(
     """
     clock = Clock()
     training = config.training
-    optimizer = optim.make_optimizer(config, *make_intervention(config.intervention, config))
-    programs = ensemble.make_ensemble(config, optimizer)
+    programs = _make_programs(config)
     keys = ensemble.make_keys(config.seeds)
     tokens = jnp.asarray(corpus.tokens["train"])
     probes = evaluate.make_probes(corpus.tokens["train"], corpus.tokens["validation"], config)
@@ -102,8 +137,8 @@ def train_group(
         progress.phase("compiling")
         with clock("compile"):
             template = jax.eval_shape(programs.initialise, keys)
-            advance = programs.advance.lower(template, keys, jax.ShapeDtypeStruct((), jnp.int32), tokens).compile()
-            measure = programs.measure.lower(template.params, probes).compile()
+            advance = compile_training(config, _shape(tokens))
+            measure = _compile_measurement(_any_init(config), jax.tree.map(_shape, probes))
         restored = checkpoints.restore(template)
         for warning in checkpoints.warnings_:
             progress.note(warning)

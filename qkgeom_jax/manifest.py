@@ -10,10 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from qkgeom_jax import __version__, results
-from qkgeom_jax.corpus import Corpus
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "scipy")
 # Rewritten while others read, or not results at all.
@@ -37,6 +34,8 @@ def git_commit() -> str | None:
 
 def describe_process() -> dict[str, Any]:
     """What this process computes with."""
+    import jax  # here, so that digests can be written where results are redrawn, without it
+
     versions = {"qkgeom_jax": __version__, "python": platform.python_version()}
     versions |= {name: metadata.version(name) for name in PACKAGES}
     device = jax.devices()[0]
@@ -70,8 +69,8 @@ def _warnings(groups: dict[str, dict[str, Any]]) -> list[str]:
     return found
 
 
-def write_manifest(out: Path, preset: str, corpus: Corpus) -> None:
-    """OUT/manifest.json, from the groups' own manifests and the files that are there."""
+def write_manifest(out: Path, preset: str, corpus: Any) -> None:
+    """OUT/manifest.json, from the groups' own manifests; `write_digests` completes it once the report is written."""
     groups = {path.parent.name: results.read_json(path) for path in sorted(out.glob("groups/*/manifest.json"))}
     described = {
         "name": corpus.name,
@@ -82,4 +81,11 @@ def write_manifest(out: Path, preset: str, corpus: Corpus) -> None:
         "notes": list(corpus.notes),
     }
     value = describe_process() | {"preset": preset, "corpus": described, "warnings": _warnings(groups), "groups": groups}
-    results.write_json(out / "manifest.json", value | {"digests": _digests(out)})
+    results.write_json(out / "manifest.json", value)
+
+
+def write_digests(out: Path) -> None:
+    """The sha256 of every result file, added to OUT/manifest.json where there is one."""
+    path = out / "manifest.json"
+    if path.exists():
+        results.write_json(path, results.read_json(path) | {"digests": _digests(out)})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from qkgeom_jax import results
 from qkgeom_jax.config import Config, ModelConfig
-from qkgeom_jax.study import DONE, Study, StudyError, disk_free, is_done
+from qkgeom_jax.study import DONE, Study, disk_free, is_done, require_results
 
 GIB = 2**30
 # Of the speed of a bare matrix product, what a training step reaches (BUILD_NOTES.md, Speed).
@@ -19,9 +20,12 @@ CHECKPOINTS_KEPT, PARAMETER_FILES = 2, 2
 
 def parameter_count(model: ModelConfig) -> int:
     """Parameters of one seed."""
-    block = 4 * model.width**2 + 2 * model.width * model.hidden + model.hidden + model.width + 4 * model.width
-    embeddings = (2 * model.vocabulary + model.context) * model.width
-    return embeddings + 2 * model.width + model.depth * block
+    import jax
+
+    from qkgeom_jax.initializers import make_params
+
+    shapes = jax.eval_shape(functools.partial(make_params, config=model), jax.random.key(0))
+    return sum(leaf.size for leaf in jax.tree.leaves(shapes))
 
 
 def training_flops(config: Config) -> float:
@@ -63,14 +67,10 @@ def program_bytes(config: Config) -> int:
     import jax
     import jax.numpy as jnp
 
-    from qkgeom_jax import ensemble, optim
+    from qkgeom_jax.group import compile_training
 
-    programs = ensemble.make_ensemble(config, optim.make_optimizer(config))
-    keys = ensemble.make_keys(config.seeds)
-    state = jax.eval_shape(programs.initialise, keys)
-    scalar = jax.ShapeDtypeStruct((), jnp.int32)
     tokens = jax.ShapeDtypeStruct((config.model.context + 1,), jnp.uint8)
-    memory = programs.advance.lower(state, keys, scalar, tokens).compile().memory_analysis()
+    memory = compile_training(config, tokens).memory_analysis()
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     return held + memory.temp_size_in_bytes
 
@@ -110,8 +110,7 @@ def print_plan(study: Study, corpus: Any) -> int:
 
 def print_status(study: Study) -> int:
     """One line a group: its status, epochs and last losses."""
-    if not (study.out / "groups").is_dir():
-        raise StudyError(f"{study.out} holds no results; train first, or name the folder with --out")
+    require_results(study.out)
     print(f"{'group':42} {'status':8} {'epochs':>7} {'train':>8} {'val':>8}")
     for group in results.read_groups(study.out):
         path = group.folder / "losses.csv"

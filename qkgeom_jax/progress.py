@@ -89,9 +89,6 @@ class LineProgress:
             f"val {_losses(val_loss, alive)}  {self._rate():,.0f} characters/s  {self._left()} left"
         )
 
-    def end(self, group: Config) -> None:
-        pass
-
     def __enter__(self) -> LineProgress:
         return self
 

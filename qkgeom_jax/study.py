@@ -21,7 +21,7 @@ from typing import Any
 from qkgeom_jax import results
 from qkgeom_jax.config import Config, override
 
-DONE, FAILED, BAD_INPUT, DIVERGED, STOPPED = 0, 1, 2, 3, 75
+DONE, FAILED, DIVERGED, STOPPED = 0, 1, 3, 75
 
 # What may differ between two commands on one folder without changing what the results mean: the corpus is known by
 # its sha256, wherever it lies; a chunk is only how many steps go into one call.
@@ -132,6 +132,16 @@ def prepare(study: Study, corpus_sha256: str) -> None:
         results.write_json(path, value)
 
 
+def require_results(out: Path) -> None:
+    """Refuses a folder in which no group has begun.
+
+    Raises:
+      StudyError: there is nothing.
+    """
+    if not (out / "groups").is_dir():
+        raise StudyError(f"{out} holds no results; train first, or name the folder with --out")
+
+
 def set_aside(out: Path) -> Path | None:
     """Rename a results folder to the first free OUT.old-N; None where there is nothing to move."""
     if not out.exists():
@@ -188,7 +198,7 @@ def run(study: Study, corpus: Any, progress: Any, stop: StopSignal) -> int:
     from qkgeom_jax import group as training
     from qkgeom_jax import report
     from qkgeom_jax.lock import Lock
-    from qkgeom_jax.manifest import describe_process, write_manifest
+    from qkgeom_jax.manifest import describe_process, write_digests, write_manifest
 
     failed, diverged, stopped = [], [], False
     for group in study.groups:
@@ -220,13 +230,11 @@ def run(study: Study, corpus: Any, progress: Any, stop: StopSignal) -> int:
             diverged += outcome.diverged
             if len(outcome.diverged) == len(group.seeds):
                 progress.note(f"{group.name}: every seed diverged; nothing of it enters the tables")
-            progress.end(group)
     if stopped:  # at once: the tables wait for the command that goes on, or for --figures
         return STOPPED
-    # Twice: the report quotes the manifest, and the manifest has the report's digest.
     write_manifest(study.out, study.preset, corpus)
     report.write_all(study.out)
-    write_manifest(study.out, study.preset, corpus)
+    write_digests(study.out)
     return FAILED if failed else DIVERGED if diverged else DONE
 
 

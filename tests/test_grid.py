@@ -1,5 +1,6 @@
 """The grid command from end to end, on a model of a few thousand parameters."""
 
+import hashlib
 import json
 import os
 import re
@@ -80,8 +81,6 @@ def test_initial_parameters_are_kept_and_differ_from_the_last(finished):
 
 
 def test_the_manifest_says_where_the_results_came_from(finished):
-    import hashlib
-
     manifest = json.loads((finished / "manifest.json").read_text())
     assert manifest["versions"]["jax"] and manifest["device"]["platform"] and len(manifest["corpus"]["sha256"]) == 64
     assert set(manifest["groups"]) == set(GROUPS) and manifest["groups"][GROUPS[0]]["seconds"]["train"] > 0
@@ -111,6 +110,8 @@ def test_status_plan_and_figures(finished, corpus, capsys, tmp_path):
     (finished / "tables/table4.csv").unlink()
     assert grid(arguments(corpus, finished, "--figures")) == 0
     assert contents(finished) == before
+    digests = json.loads((finished / "manifest.json").read_text())["digests"]
+    assert digests["tables/table4.csv"] == hashlib.sha256((finished / "tables/table4.csv").read_bytes()).hexdigest()
     assert grid(arguments(corpus, tmp_path / "new", "--plan")) == 0
     text = capsys.readouterr().out
     assert "8 runs in 4 groups of 8 steps" in text and "GiB" in text and not (tmp_path / "new").exists()
@@ -123,6 +124,19 @@ def test_the_plan_counts_the_parameters_that_there_are(finished):
     params = np.load(finished / "groups" / GROUPS[-1] / "params/epoch_000.npz")
     config = from_dict(json.loads((finished / "groups" / GROUPS[-1] / "config.json").read_text()))
     assert plan.parameter_count(config.model) == sum(params[name][0].size for name in params.files)
+
+
+def test_groups_that_differ_in_initial_values_alone_share_a_program():
+    import jax
+
+    from qkgeom_jax.group import compile_training
+
+    tokens = jax.ShapeDtypeStruct((100,), np.uint8)
+    identical, disjoint, deeper = (
+        compile_training(tiny.config(init=init, depth=depth), tokens)
+        for init, depth in (("qk_identical", 1), ("disjoint_support", 1), ("disjoint_support", 2))
+    )
+    assert identical is disjoint and deeper is not disjoint
 
 
 @pytest.mark.parametrize("mode", ["--status", "--figures"])

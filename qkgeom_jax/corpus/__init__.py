@@ -7,13 +7,12 @@ vocabulary from its training split (`vocabulary`) and encoded once into a memory
 from __future__ import annotations
 
 import contextlib
-import difflib
 import hashlib
 import os
 from collections.abc import Callable
 from pathlib import Path
 
-from qkgeom_jax.config import CorpusConfig
+from qkgeom_jax.config import CorpusConfig, did_you_mean
 from qkgeom_jax.corpus.builtin import builtin_source
 from qkgeom_jax.corpus.cache import Encoded, TokenCache, default_folder, encode, read_record, write_record
 from qkgeom_jax.corpus.files import read_path
@@ -106,8 +105,7 @@ def _find(config: CorpusConfig, folder: Path | None, progress: Callable[[str], N
         return wikipedia_source()
     path = Path(os.path.expanduser(name))
     if not os.path.lexists(path):
-        near = difflib.get_close_matches(name.lower(), CORPORA, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        hint = did_you_mean(name.lower(), CORPORA)
         raise CorpusError(f"corpus {name!r} is neither one of {', '.join(CORPORA)} nor an existing path{hint}")
     return Source(name, lambda: read_path(path))
 

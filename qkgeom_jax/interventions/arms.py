@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import sys
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 import optax
 
-from qkgeom_jax.config import INTERVENTIONS, Config
+from qkgeom_jax.config import INTERVENTIONS, Config, did_you_mean
 from qkgeom_jax.interventions.leaves import Leaves, on
 from qkgeom_jax.interventions.pieces import When, at, between, every
 from qkgeom_jax.interventions.table2 import forced_k_contraction, k_spectrum_clamp, qk_align, qk_decouple
@@ -94,10 +93,8 @@ def load_intervention(reference: str) -> Arm:
         raise ValueError(f"intervention {reference}: {path} raises {_told(error)}") from error
     arm = getattr(module, name, None)
     if not callable(arm):
-        near = difflib.get_close_matches(name, [n for n, v in vars(module).items() if callable(v)], 1)
-        raise ValueError(
-            f"intervention {reference}: {path} has no function {name}" + (f"; did you mean {near[0]}?" if near else "")
-        )
+        hint = did_you_mean(name, [n for n, v in vars(module).items() if callable(v)])
+        raise ValueError(f"intervention {reference}: {path} has no function {name}{hint}")
     return arm
 
 

@@ -10,7 +10,6 @@ step**: the counter is batched there, which turns `lax.cond` into a select and r
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from qkgeom_jax.config import did_you_mean
 from qkgeom_jax.interventions.leaves import Leaf, Leaves
 from qkgeom_jax.interventions.pieces import always
 
@@ -36,8 +36,7 @@ class InterventionState(NamedTuple):
 def _refuse_unknown(name: str, arguments: Any) -> None:
     for argument in arguments:
         if argument not in OPTAX_ARGUMENTS:
-            near = difflib.get_close_matches(argument, ("step", "key"), 1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            hint = did_you_mean(argument, ("step", "key"))
             raise ValueError(f"{name} got the extra argument {argument!r}; it takes step and key{hint}")
 
 

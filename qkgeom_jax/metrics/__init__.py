@@ -182,7 +182,7 @@ def attention_geometry(
             results["column_alignment"] = column_alignment(w_q, w_k)
             results["column_alignment_signed"] = column_alignment(w_q, w_k, signed=True)
     for name, (of_queries, of_keys) in pairs.items():
-        stem, _, variant = name.partition("participation_ratio_")
+        _, _, variant = name.partition("participation_ratio_")
         results[f"participation_ratio_q_{variant}" if variant else f"{name}_q"] = of_queries
         results[f"participation_ratio_k_{variant}" if variant else f"{name}_k"] = of_keys
     return results
