@@ -42,6 +42,14 @@ class Layer(NamedTuple):
 Observe = Callable[[Layer, Params], Any]
 
 
+def linear(x: jax.Array, w: jax.Array) -> jax.Array:
+    """x [B, T, D] times w [D, F], over all B x T tokens at once.
+
+    Flattened, because XLA on the CPU copies a three-axis operand of the weight's gradient (BUILD_NOTES.md, Speed).
+    """
+    return (x.reshape(-1, x.shape[-1]) @ w).reshape(*x.shape[:-1], w.shape[-1])
+
+
 def layer_norm(x: jax.Array, params: Params) -> jax.Array:
     """x [B, T, D] normalised over its last axis, in float32 whatever the format of `x`."""
     wide = x.astype(jnp.float32)
@@ -65,16 +73,16 @@ def _block(x: jax.Array, block: Params, config: ModelConfig) -> tuple[jax.Array,
 
     attention = block["attention"]
     y = layer_norm(x, block["norm_1"])
-    query, key, value = (heads(y @ attention[name]) for name in ("query", "key", "value"))
+    query, key, value = (heads(linear(y, attention[name])) for name in ("query", "key", "value"))
     logits = (query @ key.swapaxes(-1, -2)).astype(jnp.float32) / math.sqrt(config.head_width)
     weights = jax.nn.softmax(jnp.where(causal_mask(length)[None, None], logits, MASKED_LOGIT), axis=-1)
     mixed = (weights.astype(x.dtype) @ value).swapaxes(1, 2).reshape(x.shape)
     layer = Layer(x, query, key, value, logits, weights)
-    x = x + mixed @ attention["output"]
+    x = x + linear(mixed, attention["output"])
 
     mlp = block["mlp"]
-    hidden = layer_norm(x, block["norm_2"]) @ mlp["input"] + mlp["input_bias"][None, None]
-    return x + jax.nn.gelu(hidden, approximate=True) @ mlp["output"] + mlp["output_bias"][None, None], layer
+    hidden = linear(layer_norm(x, block["norm_2"]), mlp["input"]) + mlp["input_bias"][None, None]
+    return x + linear(jax.nn.gelu(hidden, approximate=True), mlp["output"]) + mlp["output_bias"][None, None], layer
 
 
 def apply(
@@ -113,7 +121,7 @@ def apply(
     # Unrolled: the loop's slices and copies cost more on a CPU than the longer compile (BUILD_NOTES.md, Speed). An
     # observer is traced once instead, since the spectra make up most of an evaluation program.
     x, observations = jax.lax.scan(block, x, params["blocks"], unroll=observe is None)
-    logits = layer_norm(x, params["norm"]) @ params["head"]
+    logits = linear(layer_norm(x, params["norm"]), params["head"])
     return logits.astype(jnp.float32), observations
 
 
