@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from qkgeom_jax import flags, study
-from qkgeom_jax.config import INITIALIZATIONS, PRESETS, Config, override
+from qkgeom_jax.config import DOSES, INITIALIZATIONS, INTERVENTIONS, PRESETS, Config, override
 
 
-def _make_parser(prog: str, description: str) -> flags.Parser:
-    """The flags that every training command has."""
+def _make_parser(prog: str, description: str, without: Sequence[str] = ()) -> flags.Parser:
+    """The flags that every training command has; those of some parts of the configuration left out."""
     parser = flags.Parser(prog=prog, description=description)
     add = parser.add_argument
     none: dict[str, Any] = {"default": argparse.SUPPRESS}
@@ -32,18 +32,25 @@ def _make_parser(prog: str, description: str) -> flags.Parser:
     doing.add_argument("--status", action="store_true", help="say how far the results folder has come")
     doing.add_argument("--figures", action="store_true", help="redraw tables and figures from the results folder")
     parser.add_argument("--fresh", action="store_true", help="move an old results folder aside and start anew")
-    flags.add_config_flags(parser)
+    flags.add_config_flags(parser, without)
     return parser
 
 
+# The paper's: four seeds for the grid, five for the interventions.
+GRID_SEEDS = Config().seeds
+INTERVENTION_SEEDS = (*GRID_SEEDS, 210)
+
 # Flags that are no field of the configuration but may stand in a TOML file.
-STUDY_KEYS = ("depths", "inits", "seeds", "preset", "out", "keep_epochs")
+STUDY_KEYS = (
+    "depths", "inits", "seeds", "preset", "out", "keep_epochs", "interventions", "clamp_strengths", "contraction_factors",
+)  # fmt: skip
 
 
 def _settings(parser: flags.Parser, argv: Sequence[str] | None, defaults: dict[str, Any]) -> dict[str, Any]:
     """Flags over TOML over defaults; the configuration of all groups under ``base``."""
     given = vars(parser.parse_args(argv))
-    toml = flags.read_toml(given["config"], (*STUDY_KEYS, *flags.config_fields())) if "config" in given else {}
+    known = [name for name in (*STUDY_KEYS, *flags.config_fields()) if parser.has(name)]
+    toml = flags.read_toml(given["config"], known) if "config" in given else {}
     for name in STUDY_KEYS & toml.keys():
         value = toml[name]
         text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
@@ -52,14 +59,47 @@ def _settings(parser: flags.Parser, argv: Sequence[str] | None, defaults: dict[s
         except argparse.ArgumentTypeError as error:
             raise ValueError(f"{name} in {given['config']}: {error}") from None
     settings = defaults | toml | given
-    return settings | {"base": flags.resolve(settings["preset"], toml, given)}
+    return settings | {"base": flags.resolve(settings["preset"], toml, {"seeds": settings["seeds"]} | given)}
 
 
 def _make_study(command: str, settings: dict[str, Any]) -> study.Study:
     preset, base = settings["preset"], settings["base"]
     out = Path(settings.get("out") or f"results/{command}-{preset}").absolute()
-    groups = study.make_groups(base, settings["depths"], settings["inits"])
+    groups = study.make_groups(base, settings["depths"], settings["inits"], _arms(settings))
+    if repeated := next((g.name for g in groups if [h.name for h in groups].count(g.name) > 1), None):
+        raise ValueError(f"two interventions would share the folder {repeated}; give one of them another name")
     return study.Study(command, preset, out, base, groups, settings["keep_epochs"])
+
+
+def _arms(settings: dict[str, Any]) -> tuple[str, ...]:
+    """The arms asked for, and those with other doses; the baseline is added where arms are made into groups."""
+    arms = list(settings["interventions"])
+    for arm, field in DOSES.items():
+        for dose in settings.get(f"{field}s", ()):
+            if dose != getattr(settings["base"].manipulation, field):
+                arms.append(f"{arm}@{dose:g}")
+    return tuple(dict.fromkeys(arms))
+
+
+def _check_arms(wanted: study.Study) -> None:
+    """Refuses an arm that cannot be built or does not fit the parameters, before anything is written.
+
+    Raises:
+      ValueError: one sentence that names the arm.
+    """
+    import jax
+
+    from qkgeom_jax.group import make_programs
+    from qkgeom_jax.ensemble import make_keys
+
+    for group in wanted.groups:
+        if ":" not in group.intervention:
+            continue
+        programs = make_programs(group)
+        try:
+            jax.eval_shape(programs.initialise, make_keys(group.seeds))
+        except Exception as error:
+            raise ValueError(f"intervention {group.intervention}: {' '.join(str(error).split())}") from error
 
 
 def _with_corpus(wanted: study.Study) -> tuple[study.Study, Any]:
@@ -97,6 +137,7 @@ def _execute(wanted: study.Study, settings: dict[str, Any]) -> int:
         write_digests(wanted.out)
         return study.DONE
     wanted, corpus = _with_corpus(wanted)
+    _check_arms(wanted)
     if settings["plan"]:
         from qkgeom_jax.plan import print_plan
 
@@ -133,8 +174,26 @@ def _main(command: str, parser: flags.Parser, defaults: dict[str, Any], argv: Se
 
 def grid(argv: Sequence[str] | None = None) -> int:
     """Train every depth, initialisation and seed; write Tables 3 and 4, Figures 1 to 3 and a report."""
-    parser = _make_parser("grid.py", grid.__doc__)
+    parser = _make_parser("grid.py", grid.__doc__, without=("manipulation",))
     defaults = {
-        "preset": "quick", "depths": (4, 6, 8), "inits": INITIALIZATIONS, "keep_epochs": "ends",
+        "preset": "quick", "depths": (4, 6, 8), "inits": INITIALIZATIONS, "seeds": GRID_SEEDS, "keep_epochs": "ends",
+        "interventions": ("none",),
     }  # fmt: skip
     return _main("grid", parser, defaults, argv)
+
+
+def interventions(argv: Sequence[str] | None = None) -> int:
+    """Train every intervention beside its baseline on the same seeds; write Table 5, Figure 4 and a report."""
+    parser = _make_parser("interventions.py", interventions.__doc__)
+    add, none = parser.add_argument, argparse.SUPPRESS
+    add("--interventions", type=flags.arms, metavar="LIST", default=none,
+        help=f"all, or some of {', '.join(INTERVENTIONS[1:])}, FILE.py:name; none, the baseline, is always there")
+    add("--clamp-strengths", type=flags.DOSE_LIST, metavar="LIST", default=none,
+        help="more clamps, of these strengths (0 to 1), for the dose response")
+    add("--contraction-factors", type=flags.DOSE_LIST, metavar="LIST", default=none,
+        help="more contractions, by these factors, for the dose response")  # fmt: skip
+    defaults = {
+        "preset": "quick", "depths": (4,), "inits": ("independent",), "seeds": INTERVENTION_SEEDS, "keep_epochs": "ends",
+        "interventions": INTERVENTIONS,
+    }  # fmt: skip
+    return _main("interventions", parser, defaults, argv)

@@ -22,6 +22,8 @@ INTERVENTIONS = (
 )  # fmt: skip
 # An arm that means something from one initialisation only.
 REQUIRED_INIT = {"qk_decouple": "qk_identical"}
+# Arms with a dose, written ARM@DOSE, and the field of `InterventionConfig` that the dose stands for.
+DOSES = {"k_spectrum_clamp": "clamp_strength", "forced_k_contraction": "contraction_factor"}
 MAXIMUM_SEED = 2**31 - 1
 
 
@@ -34,6 +36,11 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:
     """The end of a message about a name that is not known: the nearest known one, or `otherwise`."""
     near = difflib.get_close_matches(name, list(known), 1)
     return f"; did you mean {near[0]}?" if near else otherwise
+
+
+def arm_name(intervention: str) -> str:
+    """An arm as tables and folders have it: of FILE.py:name the name."""
+    return intervention.rpartition(":")[2]
 
 
 def _require(condition: bool, field: str, got: Any, allowed: str) -> None:
@@ -224,10 +231,21 @@ class Config:
         self._check_intervention()
 
     def _check_intervention(self) -> None:
-        name = self.intervention
-        file, _, own = name.rpartition(":")
-        known = name in INTERVENTIONS or (file.endswith(".py") and own.isidentifier() and own not in INTERVENTIONS)
-        _require(known, "intervention", name, f"{', '.join(INTERVENTIONS)}, or FILE.py:name with another name")
+        file, _, own = self.intervention.rpartition(":")
+        name, at, dose = own.partition("@")
+        if file:
+            known = file.endswith(".py") and own.isidentifier() and own not in INTERVENTIONS
+        else:
+            known = name in DOSES if at else name in INTERVENTIONS
+        doses = ", ".join(f"{arm}@DOSE" for arm in DOSES)
+        allowed = f"{', '.join(INTERVENTIONS)}, {doses}, or FILE.py:name with another name"
+        _require(known, "intervention", self.intervention, allowed)
+        if at:
+            try:
+                dataclasses.replace(self.manipulation, **{DOSES[name]: float(dose)})
+            except ValueError as error:
+                raise ValueError(f"intervention {self.intervention}: {error}") from None
+            _require(f"{float(dose):g}" == dose, "intervention", self.intervention, f"{name}@{float(dose):g}")
         init = REQUIRED_INIT.get(name, self.model.init)
         _require(self.model.init == init, "init", self.model.init, f"{init} with intervention {name}")
         if name == "forced_k_contraction":
@@ -248,8 +266,8 @@ class Config:
 
     @property
     def name(self) -> str:
-        """The group's folder; of FILE.py:name it bears the name."""
-        return f"depth{self.model.depth}-{self.model.init}-{self.intervention.rpartition(':')[2]}"
+        """The group's folder."""
+        return f"depth{self.model.depth}-{self.model.init}-{arm_name(self.intervention)}"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values, nested as the dataclasses are."""

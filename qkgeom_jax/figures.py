@@ -43,7 +43,7 @@ GREY = "#666666"
 DIFFERENCE = "PR$_Q$ − PR$_K$"
 
 
-def _explain(axes: Axes, reason: str) -> None:
+def explain(axes: Axes, reason: str) -> None:
     """An empty panel that says why it is empty."""
     axes.set_xticks([])
     axes.set_yticks([])
@@ -86,7 +86,7 @@ def figure_1(groups: Sequence[GroupSeries]) -> Figure:
     deepest = max((group.depth for group in groups), default=0)
     if not groups:
         for axes in panels.values():
-            _explain(axes, "No finished group.")
+            explain(axes, "No finished group.")
         return figure
     for init, look in LOOKS.items():
         own = [group for group in groups if group.init == init]
@@ -95,7 +95,7 @@ def figure_1(groups: Sequence[GroupSeries]) -> Figure:
         epochs = functools.reduce(np.intersect1d, [group.epochs for group in own])
         runs = [group.values["column_alignment"].mean(axis=1)[:, np.isin(group.epochs, epochs)] for group in own]
         _band(top, epochs, np.concatenate(runs), look, label=INIT_LABELS[init])
-    top.xaxis.set_major_locator(MaxNLocator(integer=True))
+    top.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     top.set_ylim(bottom=0)
     figure.legend(*top.get_legend_handles_labels(), loc="outside upper center", ncols=3)
     profiles = {
@@ -111,7 +111,7 @@ def figure_1(groups: Sequence[GroupSeries]) -> Figure:
         axes.set_title(title)
         axes.set_ylabel(label)
         axes.set_xlabel(f"Layer (depth {deepest})")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     panels["difference"].axhline(0, color=GREY, linewidth=0.6, zorder=0)
     _say_bands(figure, groups)
     return figure
@@ -137,7 +137,7 @@ def figure_2(groups: Sequence[GroupSeries]) -> Figure:
     depths = sorted({group.depth for group in groups})
     if not inits:
         figure = _figure(2.0)
-        _explain(figure.subplots(), "No finished group.")
+        explain(figure.subplots(), "No finished group.")
         return figure
     figure = _figure(0.6 + 1.5 * len(inits), max(WIDTH, 0.4 + 1.5 * len(depths)) if len(depths) > 1 else WIDTH / 2)
     panels = figure.subplots(len(inits), len(depths), sharex=True, sharey=True, squeeze=False)
@@ -153,7 +153,7 @@ def figure_2(groups: Sequence[GroupSeries]) -> Figure:
                 for layer, line in enumerate(values.mean(axis=0)):
                     axes.plot(group.epochs, line, color=_shade(layer / max(depth - 1, 1)), linewidth=0.7)
                 _band(axes, group.epochs, values.mean(axis=1), look, linestyle="-", linewidth=1.6, markersize=3)
-            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     handles = [
         Line2D([], [], color=_shade(0), linewidth=0.7, label="first layer"),
         Line2D([], [], color=_shade(1), linewidth=0.7, label="last layer"),
@@ -218,7 +218,7 @@ def figure_3(table: Table, regressions: Mapping[str, Regression]) -> Figure:
         axes.set_xlabel(labels[x])
         axes.set_ylabel(labels[y])
         if not np.isfinite(table[x] + table[y]).any():
-            _explain(axes, "No finished trajectory of two trained epochs.")
+            explain(axes, "No finished trajectory of two trained epochs.")
             continue
         for init, look in LOOKS.items():
             own = select(table, table["init"] == init)

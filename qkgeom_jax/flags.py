@@ -7,11 +7,11 @@ import dataclasses
 import math
 import sys
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from qkgeom_jax.config import INITIALIZATIONS, PARTS, PRESETS, Config, did_you_mean, override
+from qkgeom_jax.config import INITIALIZATIONS, INTERVENTIONS, PARTS, PRESETS, Config, did_you_mean, override
 
 # Set by the grid (--depths, --inits) or found in the corpus.
 NOT_FLAGS = {"depth", "init", "vocabulary"}
@@ -22,6 +22,10 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
+
+    def has(self, name: str) -> bool:
+        """Whether there is a flag of that name."""
+        return any(action.dest == name for action in self._actions)
 
     def type_of(self, name: str) -> Callable[[str], Any]:
         """How the flag of that name reads its text."""
@@ -120,13 +124,13 @@ def _kind(annotation: str) -> Callable[[str], Any]:
     return {"int": whole, "float": number, "bool": true_or_false, "str": str}[plain]
 
 
-def config_fields() -> dict[str, dataclasses.Field]:
-    """Every field that has a flag and a TOML key, by name."""
+def config_fields(without: Collection[str] = ()) -> dict[str, dataclasses.Field]:
+    """Every field that has a flag and a TOML key, by name; those of some parts left out."""
     return {
         field.name: field
-        for kind in PARTS.values()
+        for part, kind in PARTS.items()
         for field in dataclasses.fields(kind)
-        if field.name not in NOT_FLAGS
+        if part not in without and field.name not in NOT_FLAGS
     }
 
 
@@ -134,10 +138,10 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def add_config_flags(parser: Parser) -> None:
-    """A flag for each field; its default is the preset's, so none is set here."""
+def add_config_flags(parser: Parser, without: Collection[str] = ()) -> None:
+    """A flag for each field, those of some parts left out; the default is the preset's, so none is set here."""
     group = parser.add_argument_group("numbers of the configuration (default: those of the preset)")
-    for name, field in config_fields().items():
+    for name, field in config_fields(without).items():
         group.add_argument(
             flag(name), type=_kind(field.type), default=argparse.SUPPRESS, metavar="VALUE", help=field.metadata["help"]
         )
@@ -180,6 +184,21 @@ def resolve(preset: str, toml: dict[str, Any], flags: dict[str, Any]) -> Config:
     return override(PRESETS[preset], **values)
 
 
+def _arm(text: str) -> str:
+    """An arm: one of the paper's, one with a dose, or FILE.py:name; what else is wrong with it, `Config` says."""
+    if ":" not in text and text.partition("@")[0] not in INTERVENTIONS:
+        allowed = f"all, {', '.join(INTERVENTIONS)}, FILE.py:name"
+        raise argparse.ArgumentTypeError(f"{text!r}; allowed: {allowed}{did_you_mean(text, ('all', *INTERVENTIONS))}")
+    return text
+
+
+def arms(text: str) -> tuple[str, ...]:
+    """A list of arms; ``all`` stands for the paper's."""
+    names = listed(lambda entry: entry if entry == "all" else _arm(entry))(text)
+    return tuple(dict.fromkeys(name for entry in names for name in (INTERVENTIONS if entry == "all" else (entry,))))
+
+
 DEPTHS = listed(at_least(1))
+DOSE_LIST = listed(number)
 INITS = listed(one_of(INITIALIZATIONS))
 SEEDS = listed(at_least(0))

@@ -66,7 +66,8 @@ def write_params(path: Path, params: Params) -> None:
     results.write_npz(path, {"/".join(part.key for part in where): np.asarray(leaf) for where, leaf in leaves})
 
 
-def _make_programs(config: Config) -> ensemble.Ensemble:
+def make_programs(config: Config) -> ensemble.Ensemble:
+    """The programs of a group, from its configuration alone."""
     return ensemble.make_ensemble(config, optim.make_optimizer(config, *make_intervention(config.intervention, config)))
 
 
@@ -81,14 +82,14 @@ def _any_init(config: Config) -> Config:
 # Groups follow each other depth by depth, so the last program is the one that the next group may want.
 @functools.lru_cache(maxsize=1)
 def _compile_training(config: Config, tokens: jax.ShapeDtypeStruct) -> Any:
-    programs, keys = _make_programs(config), ensemble.make_keys(config.seeds)
+    programs, keys = make_programs(config), ensemble.make_keys(config.seeds)
     state = jax.eval_shape(programs.initialise, keys)
     return programs.advance.lower(state, keys, jax.ShapeDtypeStruct((), jnp.int32), tokens).compile()
 
 
 @functools.lru_cache(maxsize=1)
 def _compile_measurement(config: Config, probes: evaluate.Probes) -> Any:
-    programs, keys = _make_programs(config), ensemble.make_keys(config.seeds)
+    programs, keys = make_programs(config), ensemble.make_keys(config.seeds)
     return programs.measure.lower(jax.eval_shape(programs.initialise, keys).params, probes).compile()
 
 
@@ -128,7 +129,7 @@ def train_group(
     """
     clock = Clock()
     training = config.training
-    programs = _make_programs(config)
+    programs = make_programs(config)
     keys = ensemble.make_keys(config.seeds)
     tokens = jnp.asarray(corpus.tokens["train"])
     probes = evaluate.make_probes(corpus.tokens["train"], corpus.tokens["validation"], config)
@@ -138,7 +139,7 @@ def train_group(
         with clock("compile"):
             template = jax.eval_shape(programs.initialise, keys)
             advance = compile_training(config, _shape(tokens))
-            measure = _compile_measurement(_any_init(config), jax.tree.map(_shape, probes))
+            measure = _compile_measurement(_any_init(override(config, intervention="none")), jax.tree.map(_shape, probes))
         restored = checkpoints.restore(template)
         for warning in checkpoints.warnings_:
             progress.note(warning)

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qkgeom_jax import analysis, figures, paper, tables
+from matplotlib.figure import Figure
+
+from qkgeom_jax import analysis, effect_figures, effect_tables, effects, figures, paper, tables
 from qkgeom_jax.analysis import GroupSeries
 from qkgeom_jax.results import (
-    METRIC_TABLE_COLUMNS, RUN_COLUMNS, Group, collect, read_csv, read_json, write_csv, write_text,
+    LOSS_COLUMNS, METRIC_TABLE_COLUMNS, RUN_COLUMNS, Group, collect, read_csv, read_json, write_csv, write_text,
 )  # fmt: skip
 
 # Queries and keys part over the first several hundred optimizer steps: shorter runs show little else.
 SHORT_STEPS = 1000
 
-CAPTIONS = {
+GRID_CAPTIONS = {
     "figure1": (
         "**Figure 1.** a: column alignment of W_Q and W_K (mean of |cos| over columns), mean over runs, each averaged "
         "over its layers; bands: one standard error over runs. b-d: profiles over the layers of the deepest depth at "
@@ -29,6 +32,21 @@ CAPTIONS = {
     "figure3": (
         "**Figure 3.** Slopes over epochs 1 to E, one point for each initialisation, depth and layer, averaged over "
         "seeds. Lines, r (95% confidence interval) and p: over the uncoupled cells."
+    ),
+}
+ARM_CAPTIONS = {
+    "figure4": (
+        "**Figure 4.** Mean paired deltas, arm minus the same seed's baseline, at the last epoch and averaged over "
+        "layers; bars of error: 95% intervals over seeds (Student's t). Colour: the share of seeds and of entropy, logit "
+        "deviation and effective rank whose delta has the sign of the mean delta. Diamonds: the paper's deltas."
+    ),
+    "figure4_details": (
+        "**The same deltas** over epochs, averaged over layers (top), and over layers at the last epoch (bottom). "
+        "Bands: 95% intervals over seeds."
+    ),
+    "figure_dose": (
+        "**Dose response.** Mean paired deltas at the last epoch by strength of the clamp (1 restores the initial "
+        "spectrum of W_K) and by factor of the contraction (1 leaves it). Dots: seeds; bars of error: 95% intervals."
     ),
 }
 
@@ -66,7 +84,8 @@ def _what_was_run(groups: Sequence[Group], stated: Mapping[str, Any]) -> list[st
         seeds = sorted({seed for group in groups for seed in group.seeds})
         lines += [
             f"- Depths {_flat(sorted({group.key[0] for group in groups}))}; initialisations "
-            f"{_flat(sorted({group.key[1] for group in groups}))}; seeds {_flat(seeds)}",
+            f"{_flat(sorted({group.key[1] for group in groups}))}; interventions "
+            f"{_flat(sorted({group.key[2] for group in groups}))}; seeds {_flat(seeds)}",
             "- Model: width {width}, {heads} heads, context {context}".format(
                 **{field: _distinct(groups, "model", field) for field in ("width", "heads", "context")}
             ),
@@ -127,6 +146,60 @@ def _write_cells(series: Sequence[GroupSeries], path: Path) -> None:
     write_csv(path, ("fit", *analysis.CELL_COLUMNS), rows)
 
 
+@dataclass(frozen=True)
+class _Results:
+    """What a command's report shows: tables and figures by file name, captions of the figures, and findings in words."""
+
+    tables: dict[str, tables.ReportTable]
+    figures: dict[str, Figure]
+    captions: dict[str, str]
+    findings: list[str]
+
+
+def _grid_results(out: Path, groups: Sequence[Group]) -> _Results:
+    """Tables 3 and 4, Figures 1 to 3, over the groups without intervention."""
+    runs = read_csv(out / "runs.csv", RUN_COLUMNS)
+    series = analysis.finished_groups(read_csv(out / "metrics.csv", METRIC_TABLE_COLUMNS), runs)
+    table = analysis.cells(series)
+    regressions = analysis.figure_3_regressions(table)
+    _write_cells(series, out / "tables" / "trajectories.csv")
+    made = {
+        "table3": tables.table_3(runs),
+        "table4": tables.table_4(table),
+        "table4_signs": tables.signs(table),
+        "table4_slopes": tables.table_4_fits(series),
+        "figure3": tables.figure_3_table(regressions),
+    }
+    drawn = {
+        "figure1": figures.figure_1(series),
+        "figure2": figures.figure_2(series),
+        "figure3": figures.figure_3(table, regressions),
+    }
+    return _Results(made, drawn, GRID_CAPTIONS, [])
+
+
+def _arm_results(out: Path, groups: Sequence[Group]) -> _Results:
+    """Table 5, Figure 4, and the dose response."""
+    runs, losses = read_csv(out / "runs.csv", RUN_COLUMNS), read_csv(out / "losses.csv", LOSS_COLUMNS)
+    arms = effects.finished_arms(groups, read_csv(out / "metrics.csv", METRIC_TABLE_COLUMNS), losses, runs)
+    compared = effects.compare(arms)
+    effect_tables.write_details(compared, out / "tables" / "deltas.csv")
+    made = {
+        "table5": effect_tables.table_5(arms, compared),
+        "table5_deltas": effect_tables.effects_table(compared),
+        "table5_doses": effect_tables.dose_table(compared),
+    }
+    drawn = {
+        "figure4": effect_figures.figure_4(compared),
+        "figure4_details": effect_figures.figure_4_details(compared),
+        "figure_dose": effect_figures.figure_dose(compared),
+    }
+    return _Results(made, drawn, ARM_CAPTIONS, effect_tables.agreement(compared))
+
+
+RESULTS = {"grid": _grid_results, "interventions": _arm_results}
+
+
 def write_all(out: str | os.PathLike) -> Path:
     """Rebuild every table, figure and the report of a study; equal groups give equal bytes.
 
@@ -146,34 +219,20 @@ def write_all(out: str | os.PathLike) -> Path:
     if not out.is_dir():
         raise ValueError(f"out is {str(out)!r}, which is no folder")
     groups, stated = collect(out), _stated(out)
-    runs = read_csv(out / "runs.csv", RUN_COLUMNS)
-    series = analysis.finished_groups(read_csv(out / "metrics.csv", METRIC_TABLE_COLUMNS), runs)
-    table = analysis.cells(series)
-    regressions = analysis.figure_3_regressions(table)
-
-    made = {
-        "table3": tables.table_3(runs),
-        "table4": tables.table_4(table),
-        "table4_signs": tables.signs(table),
-        "table4_slopes": tables.table_4_fits(series),
-        "figure3": tables.figure_3_table(regressions),
-    }
-    for name, report_table in made.items():
+    found = RESULTS[stated.get("command", "grid")](out, groups)
+    for name, report_table in found.tables.items():
         tables.write_table(report_table, out / "tables" / name)
-    _write_cells(series, out / "tables" / "trajectories.csv")
-    drawn = {
-        "figure1": figures.figure_1(series),
-        "figure2": figures.figure_2(series),
-        "figure3": figures.figure_3(table, regressions),
-    }
-    for name, figure in drawn.items():
+    for name, figure in found.figures.items():
         figures.save(figure, out / "figures" / name)
 
     text = ["# Queries and keys in training", "", f"Beside it: {paper.SOURCE}.", "", "## What was run", ""]
     text += [*_what_was_run(groups, stated), "", "## Remarks", ""]
     text += [f"- {remark}" for remark in _remarks(groups, stated)] + ["", "## Tables", ""]
-    text += [tables.to_markdown(report_table) for report_table in made.values()] + ["## Figures", ""]
-    for name, caption in CAPTIONS.items():
+    text += [tables.to_markdown(report_table) for report_table in found.tables.values()]
+    if found.findings:
+        text += ["## Signs beside the paper's", "", *(f"- {finding}" for finding in found.findings), ""]
+    text += ["## Figures", ""]
+    for name, caption in found.captions.items():
         text += [f"![{name}](figures/{name}.png)", "", caption, ""]
     write_text(out / "report.md", "\n".join(text))
     return out / "report.md"

@@ -15,6 +15,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from qkgeom_jax.config import arm_name
+
 METRIC_COLUMNS = (
     "attention_entropy", "top_1_mass", "top_5_mass", "attention_gap",
     "cosine_similarity", "column_alignment", "column_alignment_signed",
@@ -232,7 +234,7 @@ class Group:
     @property
     def key(self) -> tuple[int, str, str]:
         """Depth, initialisation, intervention."""
-        return self.config["model"]["depth"], self.config["model"]["init"], self.config["intervention"]
+        return self.config["model"]["depth"], self.config["model"]["init"], arm_name(self.config["intervention"])
 
     @property
     def seeds(self) -> list[int]:

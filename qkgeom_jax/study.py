@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import os
 import shutil
 import signal
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from qkgeom_jax import results
-from qkgeom_jax.config import Config, override
+from qkgeom_jax.config import PARTS, REQUIRED_INIT, Config, override
 
 DONE, FAILED, DIVERGED, STOPPED = 0, 1, 3, 75
 
@@ -56,12 +57,16 @@ class Study:
 def make_groups(
     base: Config, depths: Sequence[int], inits: Sequence[str], interventions: Sequence[str] = ("none",)
 ) -> tuple[Config, ...]:
-    """Every combination, shallow depths first."""
+    """Every combination, shallow depths first, arm by arm.
+
+    The baseline ``none`` comes first and is always there. An arm that means something from one initialisation only is
+    trained from that one, and so is a baseline for it.
+    """
+    arms = ("none", *(name for name in interventions if name != "none"))
+    own = {name: (REQUIRED_INIT[name],) if name in REQUIRED_INIT else tuple(inits) for name in arms[1:]}
+    own = {"none": tuple(dict.fromkeys((*inits, *(init for chosen in own.values() for init in chosen))))} | own
     return tuple(
-        override(base, depth=depth, init=init, intervention=intervention)
-        for depth in depths
-        for init in inits
-        for intervention in interventions
+        override(base, depth=depth, init=init, intervention=name) for depth in depths for name in arms for init in own[name]
     )
 
 
@@ -93,11 +98,15 @@ def settle(study: Study, corpus_sha256: str) -> Study:
     if path.exists():
         try:
             stored = results.read_json(path)
+            # A field that is absent was not there yet, and has its default.
+            stored |= {part: dataclasses.asdict(kind()) | stored.get(part, {}) for part, kind in PARTS.items()}
+            for name in ("depth", "init"):
+                del stored["model"][name]
             held = stored["optimizer"]
             for name in schedule:
                 if getattr(study.base.optimizer, name) is None:
                     schedule[name] = held[name]
-        except (ValueError, KeyError, TypeError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise StudyError(f"{path} is damaged ({error}); move the folder away with --fresh") from None
     base = override(study.base, **schedule)
     if path.exists():
@@ -113,7 +122,24 @@ def settle(study: Study, corpus_sha256: str) -> Study:
                 "choose another --out, or move the folder aside with --fresh"
             )
     groups = tuple(override(group, **schedule) for group in study.groups)
+    for group in groups:
+        _check_own_arm(group, study.out / "groups" / group.name)
     return dataclasses.replace(study, base=base, groups=groups)
+
+
+def _own_arm(group: Config) -> dict[str, str]:
+    """For a user's own arm, what its file says, as a sum: the name alone does not tell what the arm does."""
+    file = group.intervention.rpartition(":")[0]
+    return {"intervention_sha256": hashlib.sha256(Path(file).read_bytes()).hexdigest()} if file else {}
+
+
+def _check_own_arm(group: Config, folder: Path) -> None:
+    path, now = folder / "config.json", _own_arm(group)
+    if now and (folder / "losses.csv").exists() and results.read_json(path).get("intervention_sha256") != now["intervention_sha256"]:
+        raise StudyError(
+            f"{folder} holds results of another content of {group.intervention.rpartition(':')[0]}; give the changed arm "
+            "another name, choose another --out, or move the folder aside with --fresh"
+        )
 
 
 def prepare(study: Study, corpus_sha256: str) -> None:
@@ -197,6 +223,7 @@ def run(study: Study, corpus: Any, progress: Any, stop: StopSignal) -> int:
     """
     from qkgeom_jax import group as training
     from qkgeom_jax import report
+    from qkgeom_jax.interventions import first_update
     from qkgeom_jax.lock import Lock
     from qkgeom_jax.manifest import describe_process, write_digests, write_manifest
 
@@ -212,7 +239,11 @@ def run(study: Study, corpus: Any, progress: Any, stop: StopSignal) -> int:
             progress.begin(group)
             (folder / "params").mkdir(exist_ok=True)
             (folder / "error.txt").unlink(missing_ok=True)
-            results.write_json(folder / "config.json", group.to_dict() | {"corpus_sha256": corpus.sha256})
+            acts = {"first_update": first_update(group.intervention, group)}
+            if group.intervention != "none" and acts["first_update"] is None:
+                progress.note(f"{group.name} never acts: it falls due after the last of {group.training.steps} steps")
+            stated = {"corpus_sha256": corpus.sha256} | acts | _own_arm(group)
+            results.write_json(folder / "config.json", group.to_dict() | stated)
             try:
                 outcome = training.train_group(group, folder, corpus, progress, stop.requested, study.keep_epochs)
             except training.Stopped:
