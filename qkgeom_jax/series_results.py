@@ -24,7 +24,7 @@ METRICS_COLUMNS = ("series", "family", "revision", "step", "tokens_seen", "layer
 SUMMARY = (CONTRAST, "participation_ratio_q", "participation_ratio_k", "effective_rank_qk", "attention_entropy")
 SERIES_COLUMNS = (
     "series", "family", "source", "revision", "step", "tokens_seen", "status", "in_fit", "flags", "commit",
-    "weights_sha256", "loss", *SUMMARY, "error",
+    "weights_sha256", "tokens", "context", "loss", *SUMMARY, "error",
 )  # fmt: skip
 
 
@@ -40,6 +40,7 @@ class Record:
       error: one sentence where it failed.
       commit: what the revision stood for on the hub; empty for a folder.
       weights_sha256: digest of the weights.
+      tokens, context: how many tokens it was measured on, in windows of how many; 0 where it failed.
       loss: mean next-token loss in nats; NaN where it failed.
       rows: `LAYER_COLUMNS` for each layer, None for what is not defined.
       place: in the list that was asked for; orders revisions that have no step.
@@ -57,6 +58,8 @@ class Record:
     error: str = ""
     commit: str = ""
     weights_sha256: str = ""
+    tokens: int = 0
+    context: int = 0
     loss: float = math.nan
     rows: tuple[Mapping[str, float | None], ...] = ()
     place: int = 0
@@ -86,6 +89,11 @@ class Record:
 def record_path(out: Path, series: str, revision: str) -> Path:
     """OUT/revisions/SERIES/REVISION.json, the names made safe for a file system."""
     return out / "revisions" / quote(series, safe=" ") / f"{quote(revision, safe='') or '_listing'}.json"
+
+
+def tokens_path(out: Path, series: str) -> Path:
+    """OUT/tokens/SERIES.npy, the windows that all revisions of a series are measured on."""
+    return out / "tokens" / f"{quote(series, safe=' ')}.npy"
 
 
 def write_record(
@@ -200,6 +208,6 @@ def _series_row(record: Record) -> list[Any]:
     fits = record.status == "done" and not record.excluded and record.step != 0
     return [
         record.series, record.family, record.source, record.revision, record.step, record.tokens_seen, record.status,
-        int(fits), "; ".join(flag.text for flag in record.flags), record.commit, record.weights_sha256, record.loss,
-        *(record.mean(column) for column in SUMMARY), record.error,
+        int(fits), "; ".join(flag.text for flag in record.flags), record.commit, record.weights_sha256,
+        record.tokens or None, record.context or None, record.loss, *(record.mean(column) for column in SUMMARY), record.error,
     ]  # fmt: skip
