@@ -72,7 +72,7 @@ def _say(text: str) -> None:
 
 
 def _execute(given: Any) -> int:
-    from qkgeom_jax import series_report, series_study, study
+    from qkgeom_jax import results, series_report, series_study, study
     from qkgeom_jax.lock import Lock
 
     if given.figures:
@@ -94,7 +94,7 @@ def _execute(given: Any) -> int:
         status = series_study.run(wanted, _say, stop)
     if status == study.STOPPED:
         _say("stopped; the same command goes on from here")
-    for remark in series_report.remarks(series_report.collect(wanted.out)):
+    for remark in results.read_json(wanted.out / "manifest.json")["remarks"]:
         _say(remark)
     print(wanted.out / "report.md")
     return status

@@ -51,6 +51,8 @@ def require_hub() -> ModuleType:
     """
     try:
         import huggingface_hub
+        import huggingface_hub.constants
+        import huggingface_hub.errors
     except ImportError:
         raise RevisionError(
             "repositories of the hub need the package huggingface_hub: pip install 'qkgeom_jax[checkpoints]', "
@@ -110,13 +112,13 @@ class LocalFolder:
         self.path = Path(series.source)
 
     def revisions(self) -> list[str]:
-        """The revisions inside; ``[""]`` where the folder or file itself is one.
+        """The revisions inside; its own name where the folder or file itself is one.
 
         Raises:
           RevisionError: it holds neither.
         """
         if self._is_checkpoint(self.path):
-            return [""]
+            return [self.path.name]
         inside = [path.name for path in self.path.iterdir() if self._is_checkpoint(path)]
         if not inside:
             raise RevisionError(f"{self.path} is no checkpoint (it has no config.json) and holds none in subfolders")
@@ -128,6 +130,8 @@ class LocalFolder:
 
     def locate(self, revision: str) -> Located:
         """Raises `RevisionError` where there is nothing of that name."""
+        if revision == self.path.name and self._is_checkpoint(self.path):
+            return Located(self.path, None)
         path = self.path / revision
         if not path.exists() or revision in (".", "..") or "/" in revision:
             raise RevisionError(f"{self.path} has no subfolder {revision!r}")
@@ -162,7 +166,7 @@ class HubRepository:
         if self.series.revisions:
             return list(self.series.revisions)
         if self.offline:
-            refs = self.cache / self.hub.constants.REPO_ID_SEPARATOR.join(["models", *self.series.source.split("/")]) / "refs"
+            refs = self.cache / f"models--{self.series.source.replace('/', '--')}" / "refs"
             names = _files_below(refs) if refs.is_dir() else []
             if not names:
                 raise RevisionError(f"{self.series.source}: nothing of it is in the cache {self.cache}")

@@ -10,6 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
 
 from qkgeom_jax.figures import DIFFERENCE, GREY, STYLE, _explain, _figure
 from qkgeom_jax.series_analysis import CORRELATIONS, LEAST_REVISIONS, Trajectory, summarise
@@ -66,6 +67,7 @@ def _draw_slopes(axes: Axes, found: Sequence[Trajectory], looks: Mapping[str, tu
             if window == "trained" and np.isfinite(line.slope_low):
                 axes.plot([line.slope_low, line.slope_high], [row, row], color=colour, linewidth=1.2)
             axes.plot(line.slope, row - offset, marker=marker, markersize=5, linestyle="none", **_face(colour, filled))
+    axes.xaxis.set_major_locator(MaxNLocator(5))
     low, high = axes.get_xlim()
     if largest:
         axes.set_xlim(max(low, -WIDEST * largest), min(high, WIDEST * largest))
@@ -86,6 +88,7 @@ def _draw_correlations(axes: Axes, found: Sequence[Trajectory], looks: Mapping[s
                 axes.plot([line.r_low, line.r_high], [row - offset] * 2, color=colour, linewidth=1.0)
             axes.plot(line.r, row - offset, marker=marker, markersize=4.5, linestyle="none", **_face(colour, filled))
     axes.set_xlim(-1.05, 1.05)
+    axes.set_xticks([-1, -0.5, 0, 0.5, 1])
     axes.set_xlabel("Pearson's r over revisions")
     _legend(axes, CORRELATION_LOOKS, 1)
 

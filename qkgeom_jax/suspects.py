@@ -12,10 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# A straight path has 1/2 here, a random walk 1/sqrt(2), values that scatter about one place 1: what lies above cannot be
-# a point between its neighbours. Over few projections the ratio scatters, so that single layers need more of it.
-WHOLE_MODEL, ONE_LAYER = 1.5, 2.0
-ENOUGH_PROJECTIONS = 24
+# The ratio of `find_strangers` is 1/2 on a straight path, 1/sqrt(2) on a random walk, 1 where values scatter about one
+# place: above that no point lies between its neighbours. Estimated from m projections it scatters by 1/sqrt(m).
+LARGEST_RATIO, DEVIATIONS = 1.3, 4
 
 
 @dataclass(frozen=True)
@@ -106,16 +105,14 @@ def find_strangers(series: Sequence[Weights]) -> dict[str, Flag]:
     flags: dict[str, Flag] = {}
     for before, weights, after in zip(series, series[1:], series[2:]):
         names = sorted(before.fingerprints.keys() & weights.fingerprints.keys() & after.fingerprints.keys())
-        groups = {"": (names, WHOLE_MODEL)}
+        groups = {"": names}
         for layer in sorted({_layer(name) for name in names}, key=lambda text: int(text or -1)):
-            groups[f" of layer {layer}" if layer else " outside the layers"] = (
-                [name for name in names if _layer(name) == layer], ONE_LAYER,
-            )  # fmt: skip
-        for where, (own, most) in groups.items():
-            if sum(len(weights.fingerprints[name]) - 2 for name in own) < ENOUGH_PROJECTIONS:
-                continue
+            where = f" of layer {layer}" if layer else " outside the layers"
+            groups[where] = [name for name in names if _layer(name) == layer]
+        for where, own in groups.items():
+            projections = sum(len(weights.fingerprints[name]) - 2 for name in own)
             ratio = _ratio(before, weights, after, own)
-            if ratio > most:
+            if projections and ratio > LARGEST_RATIO * np.exp(DEVIATIONS / np.sqrt(projections)):
                 far = "many" if np.isinf(ratio) else f"{ratio:.1f}"
                 flags[weights.revision] = Flag(
                     "neighbours",
