@@ -1,0 +1,123 @@
+"""The command from end to end through the real reader: a hand-written cache of small random models, without a network."""
+
+import numpy as np
+import pytest
+import hub_cache
+import tiny_models
+
+from qkgeom_jax import results
+from qkgeom_jax.cli_checkpoints import checkpoints
+from qkgeom_jax.series import CATALOGUE, PAPER_SERIES
+from qkgeom_jax.series_results import LAYER_COLUMNS, METRICS_COLUMNS, SERIES_COLUMNS
+
+FAMILIES = {"pythia": tiny_models.gpt_neox, "smollm2": tiny_models.llama, "gpt2": tiny_models.gpt2}
+STEPS = (0, 1, 2, 3, 4, 5)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """The paper's six series, each with six revisions; two of them with a fault."""
+    for name in ("huggingface_hub", "safetensors", "tokenizers"):
+        pytest.importorskip(name, reason="the extra `checkpoints` is not installed")
+    folder = tmp_path_factory.mktemp("cache")
+    for seed, name in enumerate(PAPER_SERIES):
+        series = CATALOGUE[name]
+        family = FAMILIES[series.family]
+        path = tiny_models.walk(family, len(STEPS), seed)
+        if name == "pythia-160m":
+            path[2] = path[5]
+        if name == "smollm2-360m":
+            path[3] = tiny_models.walk(family, 1, seed=99)[0]
+        for step, tensors in zip(STEPS, path):
+            words = series.family != "gpt2"  # its tokenizer is another repository's
+            files = tiny_models.files(family, tensors, words=words)
+            hub_cache.write_revision(folder, series.source, series.pattern.format(step * 10), files)
+    hub_cache.write_revision(folder, "openai-community/gpt2", "main", {"tokenizer.json": tiny_models.tokenizer()})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def measured(cache, tmp_path_factory):
+    out = tmp_path_factory.mktemp("study") / "out"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # as HF_HUB_OFFLINE=1 at the start
+        assert checkpoints(arguments(cache, out, "--revisions=10,20,30,40,50,0")) == 0
+    return out
+
+
+def arguments(cache, out, *more):
+    return [f"--cache={cache}", f"--out={out}", "--tokens=256", "--context=32", *more]
+
+
+def rows(out, name="series.csv"):
+    columns = SERIES_COLUMNS if name == "series.csv" else METRICS_COLUMNS
+    return [dict(cells) for _, cells in results._read_rows(out / name, columns)]
+
+
+def test_six_series_of_three_families_give_a_full_table_6(measured):
+    table = [dict(cells) for _, cells in results._read_rows(measured / "tables/table6.csv", ["family", "models"])]
+    assert [(row["family"], row["models"]) for row in table] == [
+        ("Pythia", "3"), ("SmolLM2", "2"), ("GPT-2", "1"), ("All fitted series", "6"),
+    ]  # fmt: skip
+    assert all(cell != "" for row in table for cell in row.values())
+    for kind in ("png", "pdf"):
+        assert (measured / f"figures/figure5.{kind}").stat().st_size > 10_000
+    assert len(rows(measured)) == 6 * len(STEPS) and {row["status"] for row in rows(measured)} == {"done"}
+
+
+def test_every_layer_has_every_metric_that_is_defined(measured):
+    found = rows(measured, "metrics.csv")
+    assert len(found) == 6 * len(STEPS) * tiny_models.LAYERS
+    for row in found:
+        empty = {name for name in LAYER_COLUMNS if row[name] == ""}
+        # Columns of W_Q and W_K pair one to one only where there are as many key heads as query heads.
+        grouped = {"cosine_similarity", "column_alignment", "column_alignment_signed"}
+        assert empty <= (grouped if row["family"] == "smollm2" else set()), (row["series"], empty)
+    first = found[0]
+    widths = {"pythia": 8, "smollm2": 4, "gpt2": 8}
+    for row in found:
+        contrast = float(row["participation_ratio_q"]) - float(row["participation_ratio_k"])
+        if row["family"] != "smollm2":
+            assert float(row["contrast_normalised"]) == pytest.approx(contrast / widths[row["family"]], abs=1e-6)
+    assert 1 <= float(first["participation_ratio_q"]) <= 8
+
+
+def test_commits_and_digests_stand_in_the_results(measured):
+    for row in rows(measured):
+        assert row["commit"] == hub_cache.commit(CATALOGUE[row["series"]].source, row["revision"])
+        assert len(row["weights_sha256"]) == 64
+        assert float(row["loss"]) == pytest.approx(np.log(tiny_models.VOCABULARY), rel=0.5)
+        assert row["tokens_seen"] == str(int(row["step"]) * CATALOGUE[row["series"]].tokens_per_step)
+
+
+def test_wrong_revisions_are_found(measured):
+    flags = {(row["series"], row["revision"]): row["flags"] for row in rows(measured) if row["flags"]}
+    order = {key for key, text in flags.items() if text.startswith("listed after")}
+    assert {revision for _, revision in order} == {"step0", "step-0", "checkpoint-0"} and len(order) == 6
+    assert set(flags) - order == {("pythia-160m", "step20"), ("smollm2-360m", "step-30")}
+    assert flags["pythia-160m", "step20"] == "holds the weights of the last revision, step50"
+    assert "do not follow from their neighbours" in flags["smollm2-360m", "step-30"]
+
+
+def test_the_cache_is_read_in_parts_to_the_same_bytes(measured, cache, tmp_path):
+    out = tmp_path / "out"
+    assert checkpoints(arguments(cache, out, "--offline", "--series=gpt2-small", "--revisions=0..20")) == 0
+    own = [row for row in rows(measured, "metrics.csv") if row["series"] == "gpt2-small" and int(row["step"]) <= 20]
+    assert rows(out, "metrics.csv") == own
+
+
+def test_a_cut_file_and_a_missing_revision_are_recorded(cache, tmp_path):
+    series = CATALOGUE["smollm2-135m"]
+    path = tiny_models.walk(tiny_models.llama, 3, 0)
+    for step, tensors in enumerate(path):
+        files = tiny_models.files(tiny_models.llama, tensors)
+        if step == 1:
+            files["model.safetensors"] = files["model.safetensors"][:-100]
+        hub_cache.write_revision(tmp_path / "cache", series.source, f"step-{step}", files)
+    out = tmp_path / "out"
+    given = arguments(tmp_path / "cache", out, "--offline", "--series=smollm2-135m", "--revisions=step-0,step-1,step-2,step-3")
+    assert checkpoints(given) == 1
+    found = {row["revision"]: row for row in rows(out)}
+    assert {name for name, row in found.items() if row["status"] == "done"} == {"step-0", "step-2"}
+    assert "not in the cache" in found["step-3"]["error"]
+    assert "model.safetensors" in found["step-1"]["error"] and not list(out.rglob("*.error.txt"))
