@@ -59,6 +59,11 @@ def find_copies(series: Sequence[Weights]) -> dict[str, Flag]:
     return flags
 
 
+def _same(a: np.ndarray, b: np.ndarray | None) -> bool:
+    """Fingerprints of one matrix, up to the rounding of another machine."""
+    return b is not None and a.shape == b.shape and np.allclose(a, b, rtol=1e-6, atol=1e-6 * a[1])
+
+
 def find_shared(series: Sequence[Weights]) -> dict[str, Flag]:
     """Revisions that share some, not all, of their matrices with the last one, as where one shard of it is served.
 
@@ -70,10 +75,10 @@ def find_shared(series: Sequence[Weights]) -> dict[str, Flag]:
     moving = [
         name
         for name, values in last.fingerprints.items()
-        if any(not np.array_equal(values, other.fingerprints.get(name)) for other in series[:-1])
+        if any(not _same(values, other.fingerprints.get(name)) for other in series[:-1])
     ]
     for weights in series[:-1]:
-        equal = [name for name in moving if np.array_equal(last.fingerprints[name], weights.fingerprints.get(name))]
+        equal = [name for name in moving if _same(last.fingerprints[name], weights.fingerprints.get(name))]
         if equal:
             text = f"shares {len(equal)} of {len(moving)} matrices with the last revision, {last.revision}"
             flags[weights.revision] = Flag("shared", text)

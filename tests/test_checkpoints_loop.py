@@ -1,7 +1,6 @@
 """The command's loop, around a stand-in for the reader: resume, failures, flags, exit statuses, and what is written."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -314,12 +313,30 @@ def test_revision_names_are_safe_as_file_names(series, tmp_path, text):
     assert [p.relative_to(out).as_posix() for p in out.rglob("*.json")] == ["revisions/a%2F..%2Fb/refs%2Fpr%2F1.json"]
 
 
-def test_help_and_mistakes_load_no_jax_and_no_hub():
-    code = (
-        "import sys; from qkgeom_jax.cli_checkpoints import checkpoints\n"
-        "try: checkpoints(['--series=x'])\n"
-        "except SystemExit: pass\n"
-        "print(*({n.split('.')[0] for n in sys.modules} & {'jax', 'huggingface_hub', 'matplotlib', 'safetensors'}))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True, env=os.environ)
-    assert done.stdout.strip() == ""
+def modules_after(statement):
+    """What a fresh process has loaded."""
+    code = f"import sys; from qkgeom_jax.cli_checkpoints import checkpoints\n{statement}\nprint(*sorted(sys.modules), file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    return {name.split(".")[0] for name in done.stderr.split()}
+
+
+def test_mistakes_load_nothing_heavy():
+    loaded = modules_after("try: checkpoints(['--series=x'])\nexcept SystemExit: pass")
+    assert not loaded & {"jax", "huggingface_hub", "matplotlib", "safetensors", "scipy"}
+
+
+def test_redrawing_needs_neither_jax_nor_the_hub(series, tmp_path, text):
+    command(series, tmp_path / "out", text)
+    loaded = modules_after(f"assert checkpoints(['--figures', '--out={tmp_path / 'out'}']) == 0")
+    assert not loaded & {"jax", "huggingface_hub", "safetensors", "optax"}
+
+
+def test_local_folders_need_no_hub(series, tmp_path, text, monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    command(series, tmp_path / "out", text)
+
+
+def test_a_hub_series_without_its_client_is_refused_in_one_sentence(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    said = refusal(capsys, "--series=pythia-70m", f"--out={tmp_path / 'out'}")
+    assert "pip install 'qkgeom_jax[checkpoints]'" in said and not (tmp_path / "out").exists()
