@@ -2,8 +2,8 @@
 
     python experiments/checkpoints.py --plan
 
-says what the paper's six public series would download; without `--plan` they are downloaded and measured, one revision at
-a time (`pip install -e '.[checkpoints]'` first). `--model FOLDER` measures your own. The same main is installed as
+says what the paper's six public series would download; without `--plan` they are downloaded and measured, one revision
+at a time (`pip install -e '.[checkpoints]'` first). `--model FOLDER` measures your own. The same main is installed as
 `qkgeom-checkpoints`.
 """
 

@@ -1,4 +1,4 @@
-"""The command over checkpoint series. Arguments are refused in one sentence before anything heavy is imported or written."""
+"""The command over checkpoint series. Arguments are refused in one sentence before anything heavy is imported."""
 
 from __future__ import annotations
 
@@ -20,15 +20,22 @@ def _make_parser(description: str) -> flags.Parser:
     add("--series", type=flags.listed(flags.one_of(tuple(CATALOGUE))), metavar="LIST",
         help=f"public series: {', '.join(CATALOGUE)} (default, without --model: the paper's six)")  # fmt: skip
     add("--model", type=flags.listed(str), metavar="LIST",
-        help="your own: repositories of the hub as OWNER/NAME, folders with a checkpoint or one in each subfolder, GGUF files")  # fmt: skip
+        help="your own: hub repositories as OWNER/NAME, folders with a checkpoint or one in each subfolder, GGUF files")  # fmt: skip
     add("--revisions", type=parse_selection, metavar="WHICH",
         help=f"a list of names or steps, FIRST..LAST (steps), all, log:N (log-spaced; the default of public series, "
         f"N = {DEFAULT_REVISIONS})")  # fmt: skip
     text = parser.add_mutually_exclusive_group()
-    text.add_argument("--text", metavar="FILE", help="UTF-8 text to measure on (default: the prose that ships with Python)")
+    text.add_argument(
+        "--text", metavar="FILE", help="UTF-8 text to measure on (default: the prose that ships with Python)"
+    )
     text.add_argument("--token-ids", metavar="FILE.npy", help="token ids instead, [n] or [windows, context]")
     add("--tokens", type=flags.at_least(2), metavar="N", help="tokens in total (default 4096)")
-    add("--context", type=flags.at_least(2), metavar="N", help="tokens of a window (default: 512, or the model's own if less)")
+    add(
+        "--context",
+        type=flags.at_least(2),
+        metavar="N",
+        help="tokens of a window (default: 512, or the model's own if less)",
+    )
     add("--cache", metavar="FOLDER", help="the hub's cache (default: its own)")
     add("--offline", action="store_true", help="take what the cache has; ask no network")
     add("--out", metavar="FOLDER", default=DEFAULT_OUT, help=f"results folder (default {DEFAULT_OUT})")
@@ -113,5 +120,5 @@ def checkpoints(argv: Sequence[str] | None = None) -> int:
         # Whoever read our output has gone; Python would complain again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
-            _say(f"{parser.prog}: {error.filename or 'the results folder'}: {error.strerror or error}")
+        _say(f"{parser.prog}: {error.filename or 'the results folder'}: {error.strerror or error}")
     return 1

@@ -1,6 +1,6 @@
 """Revisions on disk: a repository of the Hugging Face hub, one revision at a time, its cache, or a local folder.
 
-Whatever can go wrong with a repository, the network, the cache or the disk comes out as `RevisionError` with one sentence.
+Whatever can go wrong with a repository, the network, the cache or the disk comes out as a one-sentence `RevisionError`.
 `huggingface_hub` is imported only when a repository is asked for; its own settings hold (HF_TOKEN, HF_ENDPOINT,
 HF_HUB_CACHE, HF_HUB_OFFLINE).
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path

@@ -137,7 +137,9 @@ def parse_selection(text: str) -> Selection:
         return Selection(steps=(first, last))
     names = tuple(name.strip() for name in text.split(","))
     if "" in names:
-        raise argparse.ArgumentTypeError(f"{text!r} has an empty entry; write the names with single commas between them")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} has an empty entry; write the names with single commas between them"
+        )
     if len(set(names)) < len(names):
         raise argparse.ArgumentTypeError(f"{text!r} names a revision twice")
     return Selection(names)

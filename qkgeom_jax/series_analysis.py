@@ -24,7 +24,7 @@ FITS = {
     "per_1000_steps": "per 1,000 steps",
     "per_decade": "per factor of 10 in steps",
 }
-# Which revisions enter. The first is the one of Table 6 and Figure 5; early and late share the middle one of an odd number.
+# Which revisions enter. The first is the one of Table 6 and Figure 5; early and late share the middle of an odd number.
 WINDOWS = {
     "trained": "all trained",
     "early": "first half",
@@ -159,8 +159,8 @@ def summarise(trajectory: Trajectory, window: str = "trained", fit: str = "per_r
     Raises:
       ValueError: there is no such window or fit.
 
-    Source: the paper's Table 6 and Figure 5 speak of fitted slopes and model-level correlations only; least squares over the
-    index of the revision, and Pearson's r over revisions, are ours.
+    Source: the paper's Table 6 and Figure 5 speak of fitted slopes and model-level correlations only; least squares over
+    the index of the revision, and Pearson's r over revisions, are ours.
     """
     if fit not in FITS:
         raise ValueError(f"fit is {fit!r}; allowed: {', '.join(FITS)}")

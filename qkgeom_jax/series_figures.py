@@ -43,7 +43,12 @@ def _looks(found: Sequence[Trajectory]) -> dict[str, tuple[str, str]]:
 
 
 def _face(colour: str, filled: bool) -> dict[str, object]:
-    return {"color": colour, "markerfacecolor": colour if filled else "white", "markeredgecolor": colour, "markeredgewidth": 0.9}
+    return {
+        "color": colour,
+        "markerfacecolor": colour if filled else "white",
+        "markeredgecolor": colour,
+        "markeredgewidth": 0.9,
+    }
 
 
 def _legend(axes: Axes, looks: Mapping[str, tuple[str, bool, float, str]], columns: int) -> None:
@@ -52,7 +57,9 @@ def _legend(axes: Axes, looks: Mapping[str, tuple[str, bool, float, str]], colum
         for marker, filled, _, label in looks.values()
     ]
     # Under the panel, where no point can lie.
-    axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=columns, handlelength=1, columnspacing=1)
+    axes.legend(
+        handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=columns, handlelength=1, columnspacing=1
+    )
 
 
 def _draw_slopes(axes: Axes, found: Sequence[Trajectory], looks: Mapping[str, tuple[str, str]]) -> None:
@@ -113,7 +120,13 @@ def _draw_trajectories(axes: Axes, found: Sequence[Trajectory], looks: Mapping[s
             axes.plot(steps[places], values[places], linestyle=style, **plain)
         wrong = trajectory.flagged & np.isfinite(steps)
         axes.plot(
-            steps[wrong], values[wrong], linestyle="none", marker=marker, markersize=6, zorder=4, **_face(colour, filled=False)
+            steps[wrong],
+            values[wrong],
+            linestyle="none",
+            marker=marker,
+            markersize=6,
+            zorder=4,
+            **_face(colour, filled=False),
         )
         axes.plot(steps[wrong], values[wrong], linestyle="none", marker="x", markersize=4, color="black", zorder=5)
     axes.axhline(0, color=GREY, linewidth=0.6, zorder=0)
@@ -129,7 +142,9 @@ def _draw_trajectories(axes: Axes, found: Sequence[Trajectory], looks: Mapping[s
         Line2D([], [], color="black", linestyle=(0, (2.5, 1.5)), label="second half"),
     ]
     if any(t.flagged.any() for t in found):
-        handles.append(Line2D([], [], color="black", linestyle="none", marker="x", label="flagged: in no slope or correlation"))
+        handles.append(
+            Line2D([], [], color="black", linestyle="none", marker="x", label="flagged: in no slope or correlation")
+        )
     axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=3, handlelength=2.2)
 
 
@@ -146,9 +161,9 @@ def figure_5(found: Sequence[Trajectory]) -> Figure:
       found: from `series_analysis.trajectories`; may be empty.
 
     Returns:
-      A figure. a: slopes of the normalised paired contrast per revision, over all trained revisions and over either half.
-      b: correlations over revisions. c (beyond the paper): the contrast on a logarithmic axis of steps; flagged revisions
-      are hollow and crossed, outside lines, slopes and correlations.
+      A figure. a: slopes of the normalised paired contrast per revision, over all trained revisions and over each half.
+      b: correlations over revisions. c (beyond the paper): the contrast on a logarithmic axis of steps; flagged
+      revisions are hollow and crossed, outside lines, slopes and correlations.
     """
     if not found:
         figure = _figure(2.0)
@@ -157,7 +172,9 @@ def figure_5(found: Sequence[Trajectory]) -> Figure:
     looks = _looks(found)
     rows = max(1.7, 0.36 * len(found) + 0.4)
     figure = _figure(rows + 3.6)
-    panels = figure.subplot_mosaic([["slopes", "correlations"], ["trajectory", "trajectory"]], height_ratios=[rows, 2.0])
+    panels = figure.subplot_mosaic(
+        [["slopes", "correlations"], ["trajectory", "trajectory"]], height_ratios=[rows, 2.0]
+    )
     for name, title, draw in (
         ("slopes", "a  Slope of the paired contrast", _draw_slopes),
         ("correlations", "b  Bridge correlations", _draw_correlations),
@@ -177,7 +194,8 @@ def figure_5(found: Sequence[Trajectory]) -> Figure:
                 text = f"fewer than {LEAST_REVISIONS} revisions"
                 axes.text(0.03, row, text, transform=axes.get_yaxis_transform(), va="center", fontsize=7, color=GREY)
     handles = [
-        Line2D([], [], color=colour, marker=marker, linestyle="-", label=series) for series, (colour, marker) in looks.items()
+        Line2D([], [], color=colour, marker=marker, linestyle="-", label=series)
+        for series, (colour, marker) in looks.items()
     ]
     figure.legend(handles=handles, loc="outside upper center", ncols=3)
     return figure

@@ -82,7 +82,9 @@ def ids_probe(path: str, tokens: int | None = None, context: int | None = None) 
     try:
         ids = np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
-        raise ProbeError(f"--token-ids {path} is no file of NumPy: {getattr(error, 'strerror', None) or error}") from None
+        raise ProbeError(
+            f"--token-ids {path} is no file of NumPy: {getattr(error, 'strerror', None) or error}"
+        ) from None
     if not isinstance(ids, np.ndarray) or ids.dtype.kind not in "iu" or ids.ndim not in (1, 2) or not ids.size:
         found = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, np.ndarray) else "several arrays"
         raise ProbeError(f"--token-ids {path} holds {found}; expected whole numbers [n] or [windows, context]")
@@ -120,7 +122,9 @@ def make_windows(probe: Probe, checkpoint: Any, tokenizer: Any) -> np.ndarray:
     if ids.ndim == 2:
         return check_windows(ids[: probe.tokens // context], checkpoint)
     if len(ids) < context:
-        raise ProbeError(f"{probe.name} has {len(ids)} tokens, less than one window of {context}; give a smaller --context")
+        raise ProbeError(
+            f"{probe.name} has {len(ids)} tokens, less than one window of {context}; give a smaller --context"
+        )
     count = min(probe.tokens, len(ids)) // context
     starts = np.linspace(0, len(ids) - context, count).astype(np.int64)
     return check_windows(np.stack([ids[start : start + context] for start in starts]), checkpoint)

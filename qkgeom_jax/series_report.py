@@ -1,4 +1,4 @@
-"""Everything after measuring: metrics.csv, series.csv, tables, Figure 5, report.md and the manifest, from the records."""
+"""Everything after measuring: the CSV files, tables, Figure 5, report.md and the manifest, from the records."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from qkgeom_jax.series_probe import UNBIASED_TOKENS
 from qkgeom_jax.series_results import Record, collect
 
 CAPTION = (
-    "**Figure 5.** a: slopes of the normalised paired contrast (PR_Q - PR_K) / d_head over the index of the revision, with 95% "
-    "intervals; triangles: the first and the second half of the revisions. b: Pearson's r over revisions of PR_K with QK^T "
-    "effective rank, and of that with attention entropy. c, beyond the paper: the contrast, averaged over layers, in training. "
+    "**Figure 5.** a: slopes of the normalised paired contrast (PR_Q - PR_K) / d_head over the index of the revision, "
+    "with 95% intervals; triangles: the first and the second half of the revisions. b: Pearson's r over revisions of PR_K "
+    "with QK^T effective rank, and of that with attention entropy. c, beyond the paper: the contrast, averaged over "
+    "layers, in training. "
     "Hollow and crossed: flagged revisions, in no slope or correlation."
 )
 # Of the readers of checkpoints, where they are installed.
@@ -33,8 +34,8 @@ def remarks(series: Mapping[str, Sequence[Record]]) -> list[str]:
         found.append("No revision has been measured: the table and the figure are empty.")
     if done and (fewest := min(record.tokens for record in done)) < UNBIASED_TOKENS:
         found.append(
-            f"Measured on as few as {fewest:,} tokens: below {UNBIASED_TOKENS:,} the participation ratio comes out too low. "
-            "Compare only equal counts."
+            f"Measured on as few as {fewest:,} tokens: below {UNBIASED_TOKENS:,} the participation ratio comes out too "
+            "low. Compare only equal counts."
         )
     if len({record.context for record in done}) > 1:
         found.append("Series were measured in windows of different lengths: compare trends, not levels.")
@@ -48,7 +49,10 @@ def _manifest(out: Path, series: Mapping[str, Sequence[Record]]) -> None:
     path = out / "manifest.json"
     value: dict[str, Any] = read_json(path) if path.exists() else {}
     seconds = {
-        name: {phase: round(sum((record.seconds or {}).get(phase, 0) for record in own), 3) for phase in ("fetch", "measure")}
+        name: {
+            phase: round(sum((record.seconds or {}).get(phase, 0) for record in own), 3)
+            for phase in ("fetch", "measure")
+        }
         for name, own in series.items()
     }
     write_json(path, value | {"seconds": seconds, "remarks": remarks(series)})
@@ -106,7 +110,14 @@ def write_all(out: str | os.PathLike) -> Path:
     for name, table in made.items():
         tables.write_table(table, out / "tables" / name)
     figures.save(series_figures.figure_5(found), out / "figures" / "figure5")
-    text = ["# Queries and keys in checkpoint series", "", f"Beside it: {paper.SOURCE}.", "", "## What was measured", ""]
+    text = [
+        "# Queries and keys in checkpoint series",
+        "",
+        f"Beside it: {paper.SOURCE}.",
+        "",
+        "## What was measured",
+        "",
+    ]
     text += [*_what_was_measured(series, config), "", "## Remarks", "", *(f"- {remark}" for remark in remarks(series))]
     text += ["", "## Figure", "", "![figure5](figures/figure5.png)", "", CAPTION, "", "## Tables", ""]
     text += [tables.to_markdown(table) for table in made.values()]

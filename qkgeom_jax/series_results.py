@@ -97,7 +97,10 @@ def tokens_path(out: Path, series: str) -> Path:
 
 
 def write_record(
-    out: Path, record: Record, heads: Mapping[str, np.ndarray] | None = None, prints: Mapping[str, np.ndarray] | None = None
+    out: Path,
+    record: Record,
+    heads: Mapping[str, np.ndarray] | None = None,
+    prints: Mapping[str, np.ndarray] | None = None,
 ) -> None:
     """Write one revision's record, its arrays first: a record that says "done" has them.
 
@@ -110,7 +113,9 @@ def write_record(
     path = record_path(out, record.series, record.revision)
     if record.status == "done":
         arrays = {f"heads/{name}": values for name, values in (heads or {}).items()}
-        write_npz(path.with_suffix(".npz"), arrays | {f"weights/{name}": values for name, values in (prints or {}).items()})
+        write_npz(
+            path.with_suffix(".npz"), arrays | {f"weights/{name}": values for name, values in (prints or {}).items()}
+        )
     value = {name: getattr(record, name) for name in Record.__dataclass_fields__ if name != "flags"}
     value["rows"] = [dict(row) for row in record.rows]
     value["loss"] = None if math.isnan(record.loss) else record.loss
@@ -209,5 +214,6 @@ def _series_row(record: Record) -> list[Any]:
     return [
         record.series, record.family, record.source, record.revision, record.step, record.tokens_seen, record.status,
         int(fits), "; ".join(flag.text for flag in record.flags), record.commit, record.weights_sha256,
-        record.tokens or None, record.context or None, record.loss, *(record.mean(column) for column in SUMMARY), record.error,
+        record.tokens or None, record.context or None, record.loss, *(record.mean(column) for column in SUMMARY),
+        record.error,
     ]  # fmt: skip

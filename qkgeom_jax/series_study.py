@@ -1,7 +1,7 @@
 """The study of checkpoint series: one revision at a time is fetched, measured and written; what is done is skipped.
 
-OUT/config.json says what all revisions are measured on, and a later command must mean the same; each revision's record is
-complete in itself; everything else in OUT is rebuilt from the records.
+OUT/config.json says what all revisions are measured on, and a later command must mean the same; each revision's record
+is complete in itself; everything else in OUT is rebuilt from the records.
 """
 
 from __future__ import annotations
@@ -76,7 +76,13 @@ def settle(study: SeriesStudy) -> dict[str, Any]:
     """
     path, probe = study.out / "config.json", study.probe
     kind = "text" if probe.ids is None else "token ids"
-    measured_on = {"kind": kind, "name": probe.name, "sha256": probe.sha256, "tokens": probe.tokens, "context": probe.context}
+    measured_on = {
+        "kind": kind,
+        "name": probe.name,
+        "sha256": probe.sha256,
+        "tokens": probe.tokens,
+        "context": probe.context,
+    }
     series = {
         one.name: {name: value for name, value in dataclasses.asdict(one).items() if name not in ("name", "steps")}
         for one in study.series
@@ -257,9 +263,11 @@ def print_plan(study: SeriesStudy) -> int:
             print(f"{series.name} {revision}: {planned.files} files, {readable(planned.bytes)}, "
                   f"{readable(planned.bytes - planned.here)} to download")  # fmt: skip
         total += missing
-        print(f"{series.name}: {len(revisions)} revisions ({done} done), {readable(size)}, {readable(missing)} to download")
+        print(
+            f"{series.name}: {len(revisions)} revisions ({done} done), {readable(size)}, "
+            f"{readable(missing)} to download"
+        )
     print(f"to download: {readable(total)}; free on that disk: {readable(disk_free(disk))}")
     context = study.probe.context or "the smaller of 512 and each model's own"
     print(f"measured on {study.probe.tokens:,} tokens of {study.probe.name}, windows of {context}")
     return FAILED if failed else DONE
-

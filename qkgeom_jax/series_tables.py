@@ -6,7 +6,16 @@ from collections.abc import Mapping, Sequence
 
 from qkgeom_jax import paper
 from qkgeom_jax.series_analysis import (
-    CORRELATIONS, FITS, LEAST_REVISIONS, SLOPES, STATEMENTS, WINDOWS, Summary, Trajectory, count, summarise,
+    CORRELATIONS,
+    FITS,
+    LEAST_REVISIONS,
+    SLOPES,
+    STATEMENTS,
+    WINDOWS,
+    Summary,
+    Trajectory,
+    count,
+    summarise,
 )  # fmt: skip
 from qkgeom_jax.series_results import Record
 from qkgeom_jax.tables import Column, ReportTable
@@ -68,14 +77,18 @@ def table_6(found: Sequence[Trajectory], series: Mapping[str, Sequence[Record]])
     rows = []
     for family in (*families(summaries), "all"):
         counts, reference = count(summaries, family), paper.TABLE_6.get(family, {})
-        row: list = ["All fitted series" if family == "all" else family_label(family), counts.models, reference.get("models")]
+        row: list = [
+            "All fitted series" if family == "all" else family_label(family),
+            counts.models,
+            reference.get("models"),
+        ]
         for name in STATEMENTS:
             row += [counts.holding[name], reference.get(name)]
         rows.append(tuple(row))
     notes = [
-        "ΔPR: the paired contrast (PR_Q - PR_K) / d_head. Slopes: least squares over the index of the revision, without the "
-        "untrained and the flagged ones, of the mean over layers. Bridge co-movement: PR_K with QK^T effective rank and that "
-        "with entropy, both Pearson's r > 0 over the same revisions.",
+        "ΔPR: the paired contrast (PR_Q - PR_K) / d_head. Slopes: least squares over the index of the revision, without "
+        "the untrained and the flagged ones, of the mean over layers. Bridge co-movement: PR_K with QK^T effective rank "
+        "and that with entropy, both Pearson's r > 0 over the same revisions.",
         "The paper does not say which revisions it took, nor which repositories; it counts the series of "
         f"{LEAST_REVISIONS} or more revisions, as is done here.",
     ]
@@ -114,15 +127,15 @@ def table_6_variants(found: Sequence[Trajectory]) -> ReportTable:
             kind = "Spearman" if ranks else "Pearson"
             rows.append((label, WINDOWS[window], FITS[fit], kind, counts.models, *counts.holding.values()))
     notes = [
-        "Halves are of the trained and unflagged revisions in order of steps, sharing the middle one of an odd number: beyond "
-        "the paper, which says that the trend holds early in training and decays later.",
+        "Halves are of the trained and unflagged revisions in order of steps, sharing the middle one of an odd number: "
+        "beyond the paper, which says that the trend holds early in training and decays later.",
         f"A series counts from {LEAST_REVISIONS} revisions in the window on.",
     ]
     return ReportTable("Table 6 by other slopes and revisions", columns, rows, notes)
 
 
 def series_table(found: Sequence[Trajectory]) -> ReportTable:
-    """Figure 5 in numbers: slopes and correlations of each series, in all, the first and the second half of its revisions."""
+    """Figure 5 in numbers: slopes and correlations of each series, over all and over each half of its revisions."""
     columns = [
         Column("series", "Series"), Column("window", "Revisions"), Column("n", "n"), Column("first", "First"),
         Column("last", "Last"),

@@ -28,8 +28,11 @@ class Weights:
 
 @dataclass(frozen=True)
 class Flag:
-    """Something wrong with a revision; `kind` is one of ``identical``, ``final``, ``shared``, ``neighbours``, ``numbers``
-    (all of which leave it out of slopes and correlations) and ``order`` (which does not)."""
+    """Something wrong with a revision.
+
+    Its kind is ``identical``, ``final``, ``shared``, ``neighbours`` or ``numbers``, all of which leave the revision out of
+    slopes and correlations, or ``order``, which does not.
+    """
 
     kind: str
     text: str
@@ -108,7 +111,7 @@ def find_strangers(series: Sequence[Weights]) -> dict[str, Flag]:
     The first and the last revision have one neighbour and cannot be judged. Give the series without its copies.
     """
     flags: dict[str, Flag] = {}
-    for before, weights, after in zip(series, series[1:], series[2:]):
+    for before, weights, after in zip(series, series[1:], series[2:], strict=False):
         names = sorted(before.fingerprints.keys() & weights.fingerprints.keys() & after.fingerprints.keys())
         groups = {"": names}
         for layer in sorted({_layer(name) for name in names}, key=lambda text: int(text or -1)):

@@ -1,4 +1,4 @@
-"""Stands in for `qkgeom_jax.pretrained` where a test is about the loop around it: a "weights file" is a JSON of numbers."""
+"""Stands in for `qkgeom_jax.pretrained` where a test is about the loop around it: a "weights file" is JSON."""
 
 import hashlib
 import json
@@ -19,7 +19,11 @@ class CheckpointFormatError(ValueError):
 def files(value, heads=2, broken=False):
     """The files of a revision whose every metric depends on `value`."""
     weights = json.dumps({"value": value, "heads": heads}).encode()
-    return {"config.json": b"{}", "model.safetensors": weights[:5] if broken else weights, "README.md": b"unneeded" * 100}
+    return {
+        "config.json": b"{}",
+        "model.safetensors": weights[:5] if broken else weights,
+        "README.md": b"unneeded" * 100,
+    }
 
 
 class Words:

@@ -30,8 +30,11 @@ def write_revision(cache: Path, repository: str, revision: str, files: dict[str,
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
-    """Serves `server.files`: {repository: {revision: {name: bytes, or a status to answer with}}}; an integer in place of a
-    revision or a repository is the status of every request for it; ``server.cut`` holds names that are cut in half."""
+    """Serves ``server.files``: {repository: {revision: {name: bytes}}}.
+
+    An integer in place of a revision or a repository is the status of every request for it; ``server.cut`` holds names
+    of files that are cut in half.
+    """
 
     def log_message(self, *_):
         pass
@@ -77,7 +80,11 @@ class Hub(http.server.BaseHTTPRequestHandler):
         data = files[name]
         body = data[: len(data) // 2] if name in self.server.cut and self.command == "GET" else data
         self.send_response(200)
-        for key, value in (("ETag", f'"{hashlib.sha1(data).hexdigest()}"'), ("X-Repo-Commit", sha), ("Content-Length", len(data))):
+        for key, value in (
+            ("ETag", f'"{hashlib.sha1(data).hexdigest()}"'),
+            ("X-Repo-Commit", sha),
+            ("Content-Length", len(data)),
+        ):
             self.send_header(key, str(value))
         self.end_headers()
         if self.command != "HEAD":

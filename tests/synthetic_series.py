@@ -7,7 +7,7 @@ from qkgeom_jax.suspects import Flag
 
 
 def records(series, family, steps, *, names=None, flagged=(), layers=(0.0, 0.0), failed=(), **values):
-    """One series. `values`: contrast, q, k, rank, entropy, a number a revision each; `layers` are added to the contrast."""
+    """One series; `values`: contrast, q, k, rank, entropy, a number a revision; `layers` are added to the contrast."""
     steps = list(steps)
     columns = {
         "contrast": CONTRAST, "q": "participation_ratio_q", "k": "participation_ratio_k", "rank": "effective_rank_qk",
@@ -20,8 +20,8 @@ def records(series, family, steps, *, names=None, flagged=(), layers=(0.0, 0.0),
         flags = (Flag("final", f"holds the weights of the last revision, step{steps[-1]}"),) if step in flagged else ()
         found.append(
             Record(
-                series, f"someone/{series}", names[place] if names else f"step{step}", family, 1000, "done", tokens=4096, context=512,
-                commit="c" * 40, weights_sha256="d" * 64, loss=3.0, place=place, flags=flags,
+                series, f"someone/{series}", names[place] if names else f"step{step}", family, 1000, "done",
+                tokens=4096, context=512, commit="c" * 40, weights_sha256="d" * 64, loss=3.0, place=place, flags=flags,
                 rows=tuple(row | {CONTRAST: row[CONTRAST] + offset} for offset in layers),
             )
         )  # fmt: skip
@@ -35,7 +35,8 @@ def paper_like(flagged=(), failed=()):
 
     def one(name, family, contrast, q, k, bridge, **more):
         entropy = 2 + (1 if bridge else -1) * k * up / 10
-        return records(name, family, steps, contrast=contrast * up, q=10 + q * up, k=10 + k * up, rank=5 + k * up, entropy=entropy, **more)
+        values = {"contrast": contrast * up, "q": 10 + q * up, "k": 10 + k * up, "rank": 5 + k * up, "entropy": entropy}
+        return records(name, family, steps, **values, **more)
 
     return {
         "pythia-70m": one("pythia-70m", "pythia", 1, -1, -1, True, flagged=flagged, failed=failed),

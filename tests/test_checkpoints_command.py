@@ -1,8 +1,8 @@
-"""The command from end to end through the real reader: a hand-written cache of small random models, without a network."""
+"""The command from end to end through the real reader, offline: a hand-written cache of small random models."""
 
+import hub_cache
 import numpy as np
 import pytest
-import hub_cache
 import tiny_models
 
 from qkgeom_jax import results
@@ -115,7 +115,9 @@ def test_a_cut_file_and_a_missing_revision_are_recorded(cache, tmp_path):
             files["model.safetensors"] = files["model.safetensors"][:-100]
         hub_cache.write_revision(tmp_path / "cache", series.source, f"step-{step}", files)
     out = tmp_path / "out"
-    given = arguments(tmp_path / "cache", out, "--offline", "--series=smollm2-135m", "--revisions=step-0,step-1,step-2,step-3")
+    given = arguments(
+        tmp_path / "cache", out, "--offline", "--series=smollm2-135m", "--revisions=step-0,step-1,step-2,step-3"
+    )
     assert checkpoints(given) == 1
     found = {row["revision"]: row for row in rows(out)}
     assert {name for name, row in found.items() if row["status"] == "done"} == {"step-0", "step-2"}

@@ -67,7 +67,11 @@ def rows(out, name="series.csv"):
 
 
 def contents(out):
-    return {p.relative_to(out): p.read_bytes() for p in out.rglob("*") if p.suffix in (".csv", ".md", ".png", ".pdf", ".npz", ".npy")}
+    return {
+        p.relative_to(out): p.read_bytes()
+        for p in out.rglob("*")
+        if p.suffix in (".csv", ".md", ".png", ".pdf", ".npz", ".npy")
+    }
 
 
 def refusal(capsys, *argv):
@@ -117,7 +121,9 @@ def test_a_rerun_measures_nothing_and_changes_no_byte(series, tmp_path, text, mo
     out = tmp_path / "out"
     command(series, out, text)
     before = contents(out)
-    monkeypatch.setattr(sys.modules["qkgeom_jax.pretrained"], "open_checkpoint", lambda path: pytest.fail("measured again"))
+    monkeypatch.setattr(
+        sys.modules["qkgeom_jax.pretrained"], "open_checkpoint", lambda path: pytest.fail("measured again")
+    )
     command(series, out, text)
     assert contents(out) == before
     assert checkpoints(["--figures", f"--out={out}"]) == 0 and contents(out) == before
@@ -141,7 +147,10 @@ def test_what_fails_is_recorded_and_the_rest_goes_on(series, tmp_path, text, cap
     assert found["step2"]["error"] == "step2: model.safetensors is cut"
     assert found["step3"]["error"].endswith("has no subfolder 'step3'")
     assert found["step4"]["error"] == "RuntimeError: something unforeseen"
-    assert "Traceback" in (out / "revisions/run/step4.error.txt").read_text() and not (out / "revisions/run/step2.error.txt").exists()
+    assert (
+        "Traceback" in (out / "revisions/run/step4.error.txt").read_text()
+        and not (out / "revisions/run/step2.error.txt").exists()
+    )
     assert "run, failed (see series.csv): step2, step3, step4" in (out / "tables/table6.md").read_text()
     assert "step2 failed: step2: model.safetensors is cut" in capsys.readouterr().err
     # Mended, the same command fetches these alone, and ends well.
@@ -155,7 +164,9 @@ def test_suspect_revisions_are_flagged_in_table_and_figure(series, tmp_path, tex
     write_series(series, {"step2": 9, "step16": 17, "step32": 9})  # step2 = step8's weights = the last's
     command(series, out, text, "--revisions=step0,step2,step1,step4,step8,step16,step32")
     found = {row["revision"]: row for row in rows(out)}
-    assert found["step2"]["flags"] == "holds the weights of the last revision, step32" and found["step2"]["in_fit"] == "0"
+    assert (
+        found["step2"]["flags"] == "holds the weights of the last revision, step32" and found["step2"]["in_fit"] == "0"
+    )
     assert found["step8"]["in_fit"] == "0"
     assert found["step1"]["flags"] == "listed after step2" and found["step1"]["in_fit"] == "1"
     assert found["step16"]["flags"].startswith("weights do not follow from") or found["step16"]["in_fit"] == "1"
@@ -197,7 +208,9 @@ def test_a_missing_series_is_a_failure_and_the_others_go_on(series, tmp_path, te
 )
 def test_token_ids_that_cannot_be_are_refused(series, tmp_path, capsys, ids, message):
     np.save(tmp_path / "ids.npy", ids, allow_pickle=True)
-    said = refusal(capsys, f"--model={series}", f"--token-ids={tmp_path / 'ids.npy'}", "--context=16", f"--out={tmp_path / 'out'}")
+    said = refusal(
+        capsys, f"--model={series}", f"--token-ids={tmp_path / 'ids.npy'}", "--context=16", f"--out={tmp_path / 'out'}"
+    )
     assert message in said and not (tmp_path / "out").exists()
 
 
@@ -315,7 +328,8 @@ def test_revision_names_are_safe_as_file_names(series, tmp_path, text):
 
 def modules_after(statement):
     """What a fresh process has loaded."""
-    code = f"import sys; from qkgeom_jax.cli_checkpoints import checkpoints\n{statement}\nprint(*sorted(sys.modules), file=sys.stderr)"
+    code = f"import sys; from qkgeom_jax.cli_checkpoints import checkpoints\n{statement}\n"
+    code += "print(*sorted(sys.modules), file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     return {name.split(".")[0] for name in done.stderr.split()}
 

@@ -29,7 +29,9 @@ def online(monkeypatch, hub, tmp_path):
 
     def use(url, series=OWN):
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", url)
-        monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
+        monkeypatch.setattr(
+            "huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}"
+        )
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
         source = HubRepository(series, tmp_path / "cache")
         return source
@@ -68,7 +70,11 @@ def test_only_what_is_needed_is_downloaded_and_the_commit_is_known(online, tmp_p
         assert planned.bytes == 12 and planned.here == 0 and not (tmp_path / "cache").exists()
         located = source.locate("step1000")
         assert located.commit == hub_cache.commit(OWN.source, "step1000")
-        assert sorted(path.name for path in located.path.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
+        assert sorted(path.name for path in located.path.iterdir()) == [
+            "config.json",
+            "model.safetensors",
+            "tokenizer.json",
+        ]
         assert source.plan("step1000").here == 12
         assert not any("README" in path for path in server.asked)
     # What was downloaded serves offline, under the revision's name.
@@ -125,7 +131,9 @@ def test_the_tokenizer_of_another_repository_is_fetched(online, hub):
 
 def test_without_the_client_a_sentence_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(RevisionError, match=r"need the package huggingface_hub: pip install 'qkgeom_jax\[checkpoints\]'"):
+    with pytest.raises(
+        RevisionError, match=r"need the package huggingface_hub: pip install 'qkgeom_jax\[checkpoints\]'"
+    ):
         require_hub()
 
 

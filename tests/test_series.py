@@ -6,7 +6,16 @@ import pytest
 
 from qkgeom_jax import paper
 from qkgeom_jax.series import (
-    CATALOGUE, PAPER_SERIES, Selection, choose, in_order, log_spaced, order_notes, own_series, parse_selection, step_of,
+    CATALOGUE,
+    PAPER_SERIES,
+    Selection,
+    choose,
+    in_order,
+    log_spaced,
+    order_notes,
+    own_series,
+    parse_selection,
+    step_of,
 )  # fmt: skip
 
 
@@ -21,7 +30,9 @@ def test_the_default_series_are_as_many_of_each_family_as_in_the_paper():
 def test_the_catalogue_names_the_published_revisions():
     pythia, gpt2, smollm2 = (CATALOGUE[name] for name in ("pythia-70m", "gpt2-small", "smollm2-135m"))
     assert pythia.source == "EleutherAI/pythia-70m" and len(pythia.revisions) == 154
-    assert pythia.revisions[:5] == ("step0", "step1", "step2", "step4", "step8") and pythia.revisions[-1] == "step143000"
+    assert (
+        pythia.revisions[:5] == ("step0", "step1", "step2", "step4", "step8") and pythia.revisions[-1] == "step143000"
+    )
     assert gpt2.source == "stanford-crfm/alias-gpt2-small-x21" and len(gpt2.revisions) == 609
     assert gpt2.revisions[0] == "checkpoint-0" and gpt2.revisions[-1] == "checkpoint-400000"
     assert smollm2.revisions == () and smollm2.pattern == "step-{}"  # the repository is asked
@@ -88,7 +99,11 @@ def test_order_is_by_step_with_nameless_ones_behind():
     assert in_order(["main", "step10", "step9", "dev"]) == ["step9", "step10", "main", "dev"]
     assert order_notes(["step1", "step2", "step10"]) == {} == order_notes(["main", "dev"])
     notes = order_notes(["step10", "step9", "main", "step-10", "step11"])
-    assert notes == {"step9": "listed after step10", "main": "no step in its name", "step-10": "the same step as step10"}
+    assert notes == {
+        "step9": "listed after step10",
+        "main": "no step in its name",
+        "step-10": "the same step as step10",
+    }
 
 
 def test_an_own_model_is_a_path_or_a_repository(tmp_path, monkeypatch):

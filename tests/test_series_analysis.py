@@ -33,7 +33,8 @@ def test_slopes_are_over_the_index_without_the_untrained_and_the_flagged():
 def test_halves_of_the_trained_revisions(trained, early, late):
     found = trajectory(range(trained + 1))
     names = {
-        window: "".join(found.revisions[place].removeprefix("step") for place in found.window(window)) for window in ("early", "late")
+        window: "".join(found.revisions[place].removeprefix("step") for place in found.window(window))
+        for window in ("early", "late")
     }
     assert names == {"early": early, "late": late}
 
@@ -97,7 +98,9 @@ def test_table_6_counts_each_family_and_sets_the_paper_beside_it():
     for family, label in series_tables.FAMILY_LABELS.items():
         for name, value in paper.TABLE_6[family].items():
             assert rows[label][f"paper_{name}"] == value
-            assert rows[label][name] == value, f"the synthetic series are made to give the paper's counts: {family} {name}"
+            assert rows[label][name] == value, (
+                f"the synthetic series are made to give the paper's counts: {family} {name}"
+            )
     assert rows["own llama"]["models"] == 1 and rows["own llama"]["paper_models"] is None
     assert rows["All fitted series"]["models"] == 7
     assert rows["All fitted series"]["bridge_comovement"] == 4 + rows["own llama"]["bridge_comovement"]
@@ -106,17 +109,27 @@ def test_table_6_counts_each_family_and_sets_the_paper_beside_it():
 def test_every_flag_and_failure_is_named_under_the_table():
     series = synthetic_series.paper_like(flagged=[4], failed=["step999"])
     text = to_markdown(series_tables.table_6(trajectories(series), series))
-    assert "pythia-70m, flagged, and left out of slopes and correlations unless kept: step4 (holds the weights of" in text
+    assert (
+        "pythia-70m, flagged, and left out of slopes and correlations unless kept: step4 (holds the weights of" in text
+    )
     assert "pythia-70m, failed (see series.csv): step999" in text
     assert "With the flagged revisions in" not in text  # the counts would be the same
 
 
 def test_counts_that_hang_on_flagged_revisions_are_told():
-    values = {"contrast": [1, 2, 3, -90], "q": [1, 2, 3, 4], "k": [3, 2, 1, 0], "rank": [3, 2, 1, 0], "entropy": [3, 2, 1, 0]}
+    values = {
+        "contrast": [1, 2, 3, -90],
+        "q": [1, 2, 3, 4],
+        "k": [3, 2, 1, 0],
+        "rank": [3, 2, 1, 0],
+        "entropy": [3, 2, 1, 0],
+    }
     series = {"tiny": synthetic_series.records("tiny", "gpt2", [1, 2, 3, 4], flagged=[4], **values)}
     table = series_tables.table_6(trajectories(series), series)
     assert table.rows[-1][3] == 1
-    assert any(note.startswith("With the flagged revisions in, of 1 series: ΔPR slope > 0 0, PR_Q") for note in table.notes)
+    assert any(
+        note.startswith("With the flagged revisions in, of 1 series: ΔPR slope > 0 0, PR_Q") for note in table.notes
+    )
 
 
 def test_tables_of_nothing_are_empty_but_for_the_paper():
@@ -131,4 +144,10 @@ def test_the_variants_hold_every_window_and_slope():
     table = series_tables.table_6_variants(trajectories(series))
     own = [row for row in table.rows if row[0] == "Pythia"]
     assert len(own) == 7 and len({row[1:4] for row in own}) == 7
-    assert {row[1] for row in own} == {"all trained", "first half", "second half", "with the untrained one", "with the flagged ones"}
+    assert {row[1] for row in own} == {
+        "all trained",
+        "first half",
+        "second half",
+        "with the untrained one",
+        "with the flagged ones",
+    }

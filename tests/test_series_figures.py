@@ -23,9 +23,15 @@ def test_slopes_and_correlations_are_where_the_tables_have_them():
     found = trajectories(synthetic_series.paper_like())
     slopes, correlations, _ = panels(figure_5(found))
     for row, trajectory in enumerate(found):
-        drawn = [line.get_xdata()[0] for line in slopes.lines if line.get_marker() == "o" and line.get_ydata()[0] == row]
+        drawn = [
+            line.get_xdata()[0] for line in slopes.lines if line.get_marker() == "o" and line.get_ydata()[0] == row
+        ]
         assert drawn == [summarise(trajectory).slopes["pr_difference_slope"].slope]
-        early = [line.get_xdata()[0] for line in slopes.lines if line.get_marker() == "<" and line.get_ydata()[0] == row - 0.26]
+        early = [
+            line.get_xdata()[0]
+            for line in slopes.lines
+            if line.get_marker() == "<" and line.get_ydata()[0] == row - 0.26
+        ]
         assert early == [summarise(trajectory, "early").slopes["pr_difference_slope"].slope]
         r = summarise(trajectory).correlations["pr_k_with_effective_rank_qk"].r
         assert r in [line.get_xdata()[0] for line in correlations.lines if line.get_marker() == "o"]
@@ -64,7 +70,15 @@ def test_series_of_a_family_share_a_colour_and_differ_in_marker():
 
 @pytest.mark.parametrize(
     "steps, names",
-    [([], None), ([0], None), ([5], None), ([1, 2], None), ([1, 1, 1], None), ([1, 2, 3], ["a", "b", "c"]), (range(1, 150), None)],
+    [
+        ([], None),
+        ([0], None),
+        ([5], None),
+        ([1, 2], None),
+        ([1, 1, 1], None),
+        ([1, 2, 3], ["a", "b", "c"]),
+        (range(1, 150), None),
+    ],
 )
 def test_any_series_can_be_drawn_and_saved(tmp_path, steps, names):
     values = {"contrast": np.random.default_rng(0).normal(size=len(steps))}

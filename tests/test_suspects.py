@@ -32,7 +32,9 @@ def walk(seed, count=8, drift=0.0, scatter=0.0):
     paths = {}
     for step in range(count):
         if scatter:
-            paths[f"step{step + 1}"] = {name: value + scatter * rng.normal(size=(8, 6)) for name, value in place.items()}
+            paths[f"step{step + 1}"] = {
+                name: value + scatter * rng.normal(size=(8, 6)) for name, value in place.items()
+            }
             continue
         place = {name: value + drift * towards[name] + 0.1 * rng.normal(size=(8, 6)) for name, value in place.items()}
         paths[f"step{step + 1}"] = place
@@ -99,7 +101,8 @@ def _loud(count):
     rng = np.random.default_rng(0)
     directions = rng.normal(size=(20, 200))
     return [
-        {f"layers.9.other.{n}": np.concatenate([[0.0, 1.0], 50 * step * row]) for n, row in enumerate(directions)} for step in range(count)
+        {f"layers.9.other.{n}": np.concatenate([[0.0, 1.0], 50 * step * row]) for n, row in enumerate(directions)}
+        for step in range(count)
     ]
 
 

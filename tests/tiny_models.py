@@ -1,4 +1,4 @@
-"""Small random checkpoints of the three families, as files of a repository; training is a walk from one revision to the next."""
+"""Small random checkpoints of the three families, as files of a repository; training is a random walk."""
 
 import json
 
@@ -20,7 +20,12 @@ def tokenizer() -> bytes:
 
 def gpt2():
     """Shapes and config.json of GPT-2."""
-    shapes = {"wte.weight": (VOCABULARY, WIDTH), "wpe.weight": (CONTEXT, WIDTH), "ln_f.weight": (WIDTH,), "ln_f.bias": (WIDTH,)}
+    shapes = {
+        "wte.weight": (VOCABULARY, WIDTH),
+        "wpe.weight": (CONTEXT, WIDTH),
+        "ln_f.weight": (WIDTH,),
+        "ln_f.bias": (WIDTH,),
+    }
     for layer in range(LAYERS):
         at = f"h.{layer}."
         shapes |= {f"{at}ln_{n}.{part}": (WIDTH,) for n in (1, 2) for part in ("weight", "bias")}
