@@ -44,6 +44,7 @@ class Record:
       loss: mean next-token loss in nats; NaN where it failed.
       rows: `LAYER_COLUMNS` for each layer, None for what is not defined.
       place: in the list that was asked for; orders revisions that have no step.
+      reading: what the loss of the series' last revision says against the way in which its files were read.
       order: what is wrong with the place of this revision in the list that the user gave; else empty.
       seconds: spent on fetching, and on measuring.
       flags: found by `read_records` from all revisions together; not stored.
@@ -63,6 +64,7 @@ class Record:
     loss: float = math.nan
     rows: tuple[Mapping[str, float | None], ...] = ()
     place: int = 0
+    reading: tuple[str, ...] = ()
     order: str = ""
     seconds: Mapping[str, float] | None = None
     flags: tuple[Flag, ...] = ()
@@ -117,7 +119,7 @@ def write_record(
             path.with_suffix(".npz"), arrays | {f"weights/{name}": values for name, values in (prints or {}).items()}
         )
     value = {name: getattr(record, name) for name in Record.__dataclass_fields__ if name != "flags"}
-    value["rows"] = [dict(row) for row in record.rows]
+    value |= {"rows": [dict(row) for row in record.rows], "reading": list(record.reading)}
     value["loss"] = None if math.isnan(record.loss) else record.loss
     write_json(path, value)
 
@@ -140,7 +142,7 @@ def _read_record(path: Path) -> tuple[Record, Weights | None]:
     value = read_json(path)
     try:
         value["loss"] = math.nan if value["loss"] is None else value["loss"]
-        record = Record(**(value | {"rows": tuple(value["rows"])}))
+        record = Record(**(value | {"rows": tuple(value["rows"]), "reading": tuple(value["reading"])}))
         if record.status != "done":
             return record, None
         if not record.rows or any(set(row) != set(LAYER_COLUMNS) for row in record.rows):
@@ -181,6 +183,7 @@ def _flagged(revisions: Mapping[str, tuple[Record, Weights | None]]) -> list[Rec
         flags = list(suspects.get(name, ()))
         if record.status == "done" and not all(math.isfinite(record.mean(column)) for column in SUMMARY):
             flags.append(Flag("numbers", "its metrics are not all finite"))
+        flags += [Flag("reading", text) for text in record.reading]
         if record.order:
             flags.append(Flag("order", record.order))
         records.append(replace(record, flags=tuple(flags)))

@@ -19,12 +19,14 @@ import numpy as np
 
 from qkgeom_jax import results
 from qkgeom_jax.hub import HubRepository, LocalFolder, RevisionError, open_source, readable
-from qkgeom_jax.series import DEFAULT_REVISIONS, Selection, Series, choose, order_notes
+from qkgeom_jax.series import DEFAULT_REVISIONS, Selection, Series, choose, in_order, order_notes
 from qkgeom_jax.series_probe import Probe, ProbeError, check_windows, make_windows
 from qkgeom_jax.series_results import LAYER_COLUMNS, Record, finite, is_done, record_path, tokens_path, write_record
 from qkgeom_jax.study import DONE, FAILED, STOPPED, StopSignal, StudyError, disk_free
 
 Source = LocalFolder | HubRepository
+# Enough to see whether a model predicts text.
+READING_TOKENS = 512
 
 
 @dataclass(frozen=True)
@@ -139,8 +141,8 @@ def _windows(study: SeriesStudy, series: Series, source: Source, checkpoint: Any
     return windows
 
 
-def _measure(study: SeriesStudy, series: Series, source: Source, begun: Record) -> Record:
-    """Fetch, measure and write one revision; its record."""
+def _measure(study: SeriesStudy, series: Series, source: Source, begun: Record, last: bool) -> Record:
+    """Fetch, measure and write one revision; its record. The last one is also held against other ways of reading it."""
     from qkgeom_jax import pretrained
 
     started = time.perf_counter()
@@ -149,6 +151,7 @@ def _measure(study: SeriesStudy, series: Series, source: Source, begun: Record) 
     checkpoint = pretrained.open_checkpoint(located.path)
     windows = _windows(study, series, source, checkpoint)
     measurement = pretrained.measure(checkpoint, windows)
+    reading = pretrained.reading_notes(checkpoint, windows[: max(1, READING_TOKENS // windows.shape[1])]) if last else []
     record = dataclasses.replace(
         begun,
         family=series.family or f"own {checkpoint.family}",
@@ -158,6 +161,7 @@ def _measure(study: SeriesStudy, series: Series, source: Source, begun: Record) 
         tokens=windows.size,
         context=windows.shape[1],
         loss=float(measurement.loss),
+        reading=tuple(note.removeprefix(f"{located.path}: ") for note in reading),
         rows=tuple({name: finite(row.get(name)) for name in LAYER_COLUMNS} for row in measurement.rows),
         seconds={
             "fetch": round(fetched - started, 3),
@@ -205,7 +209,7 @@ def run(study: SeriesStudy, say: Callable[[str], None], stop: StopSignal) -> int
             failed = True
             continue
         record_path(study.out, series.name, "").unlink(missing_ok=True)
-        order = order_notes(revisions)
+        order, last = order_notes(revisions), in_order(revisions)[-1]
         for place, revision in enumerate(revisions):
             if stopped := stop.requested():
                 break
@@ -217,7 +221,7 @@ def run(study: SeriesStudy, say: Callable[[str], None], stop: StopSignal) -> int
             )  # fmt: skip
             trace = record_path(study.out, series.name, revision).with_suffix(".error.txt")
             try:
-                record = _measure(study, series, source, begun)
+                record = _measure(study, series, source, begun, revision == last and begun.step != 0)
                 trace.unlink(missing_ok=True)
                 say(f"{series.name} {revision}: loss {record.loss:.3f}, {sum(record.seconds.values()):.1f} s")
             except Exception as error:

@@ -31,7 +31,7 @@ class Flag:
     """Something wrong with a revision.
 
     Its kind is ``identical``, ``final``, ``shared``, ``neighbours`` or ``numbers``, all of which leave the revision out of
-    slopes and correlations, or ``order``, which does not.
+    slopes and correlations, or ``reading`` or ``order``, which do not.
     """
 
     kind: str
@@ -39,7 +39,7 @@ class Flag:
 
     @property
     def excludes(self) -> bool:
-        return self.kind != "order"
+        return self.kind not in ("reading", "order")
 
 
 def find_copies(series: Sequence[Weights]) -> dict[str, Flag]:

@@ -69,6 +69,10 @@ def layer_fingerprints(checkpoint):
     return {f"layers.{layer}.query": np.concatenate([[0.0, 100.0], walk[layer]]) for layer in range(2)}
 
 
+def reading_notes(checkpoint, token_ids):
+    return ["made: up"] if checkpoint.value == 99 else []
+
+
 def install(monkeypatch):
     import qkgeom_jax
 

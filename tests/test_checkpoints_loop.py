@@ -174,6 +174,14 @@ def test_suspect_revisions_are_flagged_in_table_and_figure(series, tmp_path, tex
     assert "step1 (listed after step2; kept), step2 (holds the weights of the last revision, step32)" in table
 
 
+def test_doubts_about_how_the_last_revision_was_read_are_told(series, tmp_path, text):
+    out = tmp_path / "out"
+    write_series(series, {"step8": 99})
+    command(series, out, text)
+    assert rows(out)[-1]["flags"] == "made: up" and rows(out)[-1]["in_fit"] == "1"
+    assert "step8 (made: up; kept)" in (out / "tables/table6.md").read_text()
+
+
 def test_several_series_share_a_table(series, tmp_path, text):
     other = write_series(tmp_path / "other", {f"epoch_{n}": -n for n in range(1, 5)})
     out = tmp_path / "out"
