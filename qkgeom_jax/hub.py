@@ -157,22 +157,22 @@ class HubRepository:
         self.offline = offline or self.hub.constants.HF_HUB_OFFLINE
 
     def revisions(self) -> list[str]:
-        """The revisions of the catalogue, else the repository's branches and tags, or those in the cache.
+        """The revisions of the catalogue, else the repository's branches and tags; offline, those in the cache.
 
         Raises:
-          RevisionError: the repository cannot be asked.
+          RevisionError: the repository cannot be asked, or the cache has nothing of it.
         """
-        if self.series.revisions:
-            return list(self.series.revisions)
         if self.offline:
             refs = self.cache / f"models--{self.series.source.replace('/', '--')}" / "refs"
             names = _files_below(refs) if refs.is_dir() else []
             if not names:
                 raise RevisionError(f"{self.series.source}: nothing of it is in the cache {self.cache}")
+        elif self.series.revisions:
+            return list(self.series.revisions)
         else:
             with _translated(self.series.source):
-                refs = self.hub.HfApi().list_repo_refs(self.series.source)
-            names = [ref.name for ref in (*refs.branches, *refs.tags)]
+                found = self.hub.HfApi().list_repo_refs(self.series.source)
+            names = [ref.name for ref in (*found.branches, *found.tags)]
         if self.series.pattern:  # not main, nor a branch of another kind
             begin = self.series.pattern.format("")
             names = [name for name in names if name.startswith(begin) and name[len(begin) :].isdigit()]

@@ -19,8 +19,11 @@ def fake(monkeypatch):
 
 
 @pytest.fixture
-def hub():
-    return pytest.importorskip("huggingface_hub", reason="the extra `checkpoints` is not installed")
+def hub(monkeypatch):
+    """The client, as without HF_HUB_OFFLINE."""
+    client = pytest.importorskip("huggingface_hub", reason="the extra `checkpoints` is not installed")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    return client
 
 
 @pytest.fixture
@@ -32,7 +35,6 @@ def online(monkeypatch, hub, tmp_path):
         monkeypatch.setattr(
             "huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}"
         )
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
         source = HubRepository(series, tmp_path / "cache")
         return source
 
@@ -53,6 +55,14 @@ def test_a_hand_written_cache_is_read_offline(hub, tmp_path):
         source.locate("step7")
     with pytest.raises(RevisionError, match="nothing of it is in the cache"):
         HubRepository(Series("other", "someone/other"), tmp_path, offline=True).revisions()
+
+
+def test_offline_a_series_has_the_revisions_that_the_cache_has(hub, tmp_path):
+    series = CATALOGUE["pythia-70m"]
+    for revision in ("main", "step0", "step512"):
+        hub_cache.write_revision(tmp_path, series.source, revision, FILES)
+    assert sorted(HubRepository(series, tmp_path, offline=True).revisions()) == ["step0", "step512"]
+    assert len(HubRepository(series, tmp_path).revisions()) == 154
 
 
 def test_a_catalogue_series_without_known_steps_lists_its_own_pattern_alone(hub, tmp_path):
