@@ -135,6 +135,7 @@ def _draw_trajectories(axes: Axes, found: Sequence[Trajectory], looks: Mapping[s
         axes.set_xlim(left=-0.3 * positive.min())
     else:
         axes.set_xscale("log")
+    axes.set_xlim(right=1.3 * positive.max())
     axes.set_xlabel("Training step (0: untrained)" if axes.get_xscale() == "symlog" else "Training step")
     axes.set_ylabel(f"({DIFFERENCE}) / d$_{{head}}$")
     handles = [

@@ -13,7 +13,7 @@ from urllib.parse import quote
 import numpy as np
 
 from qkgeom_jax.results import METRIC_COLUMNS, read_json, write_csv, write_json, write_npz
-from qkgeom_jax.series import in_order, step_of
+from qkgeom_jax.series import CATALOGUE, in_order, step_of
 from qkgeom_jax.suspects import Flag, Weights, find_suspects
 
 # The paired contrast, (PR_Q - PR_K) / head width, stands behind the grid's columns.
@@ -155,7 +155,7 @@ def _read_record(path: Path) -> tuple[Record, Weights | None]:
 
 
 def read_records(out: str | os.PathLike) -> dict[str, list[Record]]:
-    """Every revision's record with its flags, by series, in order of steps.
+    """Every revision's record with its flags, in order of steps, by series: those of the catalogue first.
 
     Args:
       out: the study's folder.
@@ -167,7 +167,8 @@ def read_records(out: str | os.PathLike) -> dict[str, list[Record]]:
     for path in sorted(Path(out).glob("revisions/*/*.json")):
         record, weights = _read_record(path)
         found.setdefault(record.series, {})[record.revision] = (record, weights)
-    return {series: _flagged(revisions) for series, revisions in found.items()}
+    order = [*(name for name in CATALOGUE if name in found), *sorted(found.keys() - CATALOGUE.keys())]
+    return {series: _flagged(found[series]) for series in order}
 
 
 def _flagged(revisions: Mapping[str, tuple[Record, Weights | None]]) -> list[Record]:

@@ -117,6 +117,26 @@ def test_the_cache_is_read_in_parts_to_the_same_bytes(measured, cache, tmp_path)
     assert rows(out)[0]["flags"] == "listed after checkpoint-100"
 
 
+def resident_megabytes():
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("VmRSS")) / 1024
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_twenty_revisions_take_no_more_memory_than_five(tmp_path, monkeypatch):
+    monkeypatch.setattr(tiny_models, "VOCABULARY", 20_000)  # 4 MB a revision
+    monkeypatch.setattr(tiny_models, "WIDTH", 48)
+    for step, tensors in enumerate(tiny_models.walk(tiny_models.gpt2, 20, 0)):
+        folder = tmp_path / "run" / f"step{step}"
+        folder.mkdir(parents=True)
+        for name, data in tiny_models.files(tiny_models.gpt2, tensors).items():
+            (folder / name).write_bytes(data)
+    seen = []
+    monkeypatch.setattr("qkgeom_jax.cli_checkpoints._say", lambda text: seen.append(resident_megabytes()))
+    assert checkpoints([f"--model={tmp_path / 'run'}", f"--out={tmp_path / 'out'}", "--tokens=256", "--context=32"]) == 0
+    assert seen[18] - seen[4] < 25, seen  # fourteen revisions kept would be 55
+
+
 def test_a_cut_file_and_a_missing_revision_are_recorded(cache, tmp_path):
     series = CATALOGUE["smollm2-135m"]
     path = tiny_models.walk(tiny_models.llama, 3, 0)

@@ -186,7 +186,7 @@ def test_several_series_share_a_table(series, tmp_path, text):
     other = write_series(tmp_path / "other", {f"epoch_{n}": -n for n in range(1, 5)})
     out = tmp_path / "out"
     command(f"{series},{other}", out, text)
-    assert {row["series"] for row in rows(out)} == {"run", "other"}
+    assert list(dict.fromkeys(row["series"] for row in rows(out))) == ["other", "run"]
     assert "own gpt2 | 2 |" in (out / "tables/table6.md").read_text()
 
 

@@ -94,7 +94,7 @@ class _Reader:
 
     def activation(self, *names: str, default: str) -> str:
         name = self.get(*names) or default
-        if name not in _ACTIVATION_NAMES:
+        if not isinstance(name, str) or name not in _ACTIVATION_NAMES:
             raise self.fail(f"the activation {name!r} is not supported; supported: {', '.join(_ACTIVATION_NAMES)}")
         return _ACTIVATION_NAMES[name]
 
