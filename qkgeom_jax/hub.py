@@ -17,6 +17,8 @@ from typing import Any
 
 from qkgeom_jax.series import Series
 
+# What the client speaks HTTP with, by version.
+_TRANSPORTS = ("httpx", "httpx2", "requests", "urllib3")
 # Quantised files that `open_checkpoint` takes in place of a folder.
 SINGLE_FILES = (".gguf",)
 
@@ -87,6 +89,8 @@ def _sentence(error: Exception, what: str) -> str:
     if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
         return f"{what}: {error.filename or 'the cache'} cannot be written; point --cache elsewhere"
     first = (str(error).strip() or type(error).__name__).splitlines()[0]
+    if isinstance(error, ConnectionError) or type(error).__module__.partition(".")[0] in _TRANSPORTS:
+        return f"{what}: the hub cannot be reached ({first}); --offline takes what is in the cache"
     return f"{what}: {type(error).__name__}: {first}"
 
 

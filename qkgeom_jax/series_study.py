@@ -133,7 +133,9 @@ def _windows(study: SeriesStudy, series: Series, source: Source, checkpoint: Any
         return check_windows(np.load(path, allow_pickle=False), checkpoint)
     tokenizer = None
     if study.probe.ids is None:
-        tokenizer = checkpoint.tokenizer() or (None if series.local else source.tokenizer())
+        tokenizer = checkpoint.tokenizer()
+        if tokenizer is None and not series.local:
+            tokenizer = source.tokenizer()
     windows = make_windows(study.probe, checkpoint, tokenizer)
     stream = io.BytesIO()
     np.save(stream, windows, allow_pickle=False)
