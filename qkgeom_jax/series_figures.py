@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
+from matplotlib.transforms import ScaledTranslation
 
 from qkgeom_jax.figures import DIFFERENCE, GREY, STYLE, _explain, _figure
 from qkgeom_jax.series_analysis import CORRELATIONS, LEAST_REVISIONS, Trajectory, summarise
@@ -51,15 +52,21 @@ def _face(colour: str, filled: bool) -> dict[str, object]:
     }
 
 
-def _legend(axes: Axes, looks: Mapping[str, tuple[str, bool, float, str]], columns: int) -> None:
+def _legend(axes: Axes, handles: Sequence[Line2D], columns: int, length: float) -> None:
+    """Under the axis label, where no point can lie."""
+    below = axes.transAxes + ScaledTranslation(0, -0.38, axes.figure.dpi_scale_trans)
+    axes.legend(
+        handles=handles, loc="upper center", bbox_to_anchor=(0.5, 0), bbox_transform=below, ncols=columns,
+        handlelength=length, borderaxespad=0,
+    )  # fmt: skip
+
+
+def _explain_markers(axes: Axes, looks: Mapping[str, tuple[str, bool, float, str]]) -> None:
     handles = [
         Line2D([], [], linestyle="none", marker=marker, markersize=4.5, label=label, **_face("black", filled))
         for marker, filled, _, label in looks.values()
     ]
-    # Under the panel, where no point can lie.
-    axes.legend(
-        handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=columns, handlelength=1, columnspacing=1
-    )
+    _legend(axes, handles, 1, 1.0)
 
 
 def _draw_slopes(axes: Axes, found: Sequence[Trajectory], looks: Mapping[str, tuple[str, str]]) -> None:
@@ -79,7 +86,7 @@ def _draw_slopes(axes: Axes, found: Sequence[Trajectory], looks: Mapping[str, tu
     if largest:
         axes.set_xlim(max(low, -WIDEST * largest), min(high, WIDEST * largest))
     axes.set_xlabel(f"Slope of ({DIFFERENCE}) / d$_{{head}}$ per revision")
-    _legend(axes, WINDOW_LOOKS, 1)
+    _explain_markers(axes, WINDOW_LOOKS)
 
 
 def _draw_correlations(axes: Axes, found: Sequence[Trajectory], looks: Mapping[str, tuple[str, str]]) -> None:
@@ -97,7 +104,7 @@ def _draw_correlations(axes: Axes, found: Sequence[Trajectory], looks: Mapping[s
     axes.set_xlim(-1.05, 1.05)
     axes.set_xticks([-1, -0.5, 0, 0.5, 1])
     axes.set_xlabel("Pearson's r over revisions")
-    _legend(axes, CORRELATION_LOOKS, 1)
+    _explain_markers(axes, CORRELATION_LOOKS)
 
 
 def _draw_trajectories(axes: Axes, found: Sequence[Trajectory], looks: Mapping[str, tuple[str, str]]) -> None:
@@ -146,7 +153,7 @@ def _draw_trajectories(axes: Axes, found: Sequence[Trajectory], looks: Mapping[s
         handles.append(
             Line2D([], [], color="black", linestyle="none", marker="x", label="flagged: in no slope or correlation")
         )
-    axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=3, handlelength=2.2)
+    _legend(axes, handles, 3, 2.2)
 
 
 def _row_label(trajectory: Trajectory) -> str:
