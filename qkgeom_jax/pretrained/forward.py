@@ -148,10 +148,10 @@ def residuals(
     checkpoint: Checkpoint, token_ids: np.ndarray, step: Callable[..., tuple[jax.Array, Any]] = _layer
 ) -> Iterator[tuple[Any, jax.Array]]:
     """What `step` makes of each layer, and the residual stream after it, layer by layer."""
-    x = jnp.asarray(checkpoint.embed(token_ids))
+    a, x = checkpoint.architecture, jnp.asarray(checkpoint.embed(token_ids))
     for layer in range(checkpoint.layers):
         block = jax.tree.map(jnp.asarray, checkpoint.block(layer))
-        x, made = step(x, block, jnp.float32(checkpoint.architecture.logit_scale(layer)), a=checkpoint.architecture)
+        x, made = step(x, block, jnp.float32(a.logit_scale(layer)), a=a.block)
         del block  # before the next one is read
         yield made, x
 
