@@ -95,11 +95,15 @@ def settle(study: SeriesStudy) -> dict[str, Any]:
     advice = "choose another --out, or move the folder aside with --fresh"
     try:
         stored = results.read_json(path)
-        command, held_on, held = stored["command"], dict(stored["measured_on"]), dict(stored["series"])
+        if (command := stored["command"]) != value["command"]:
+            raise StudyError(f"{study.out} holds results of the command {command!r}; {advice}")
+        held_on, held = dict(stored["measured_on"]), dict(stored["series"])
         sources = {name: one["source"] for name, one in held.items()}
+    except StudyError:
+        raise
     except (ValueError, KeyError, TypeError) as error:
-        raise StudyError(f"{path} is damaged, or of another command ({error!r}); {advice}") from None
-    changed = [] if command == value["command"] else [f"command was {command!r} and is now {value['command']!r}"]
+        raise StudyError(f"{path} is damaged ({error!r}); {advice}") from None
+    changed = []
     for name, new in measured_on.items():
         if name != "name" and held_on.get(name) != new:
             changed.append(f"{name} was {held_on.get(name)!r} and is now {new!r}")

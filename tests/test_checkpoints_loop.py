@@ -287,6 +287,17 @@ def test_results_of_another_meaning_are_refused_by_name(series, tmp_path, text, 
     assert contents(tmp_path / "out.old-1") == before and rows(out)[0]["tokens"] == "32"
 
 
+@pytest.mark.parametrize(
+    "config, message",
+    [('{"command": "grid"}', "holds results of the command 'grid'"), ('{"comm', "is damaged"), ("[]", "is damaged")],
+)
+def test_a_folder_of_something_else_is_refused(series, tmp_path, text, capsys, config, message):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "config.json").write_text(config)
+    assert message in refusal(capsys, f"--model={series}", f"--out={tmp_path / 'out'}", f"--text={text}")
+    assert len(list((tmp_path / "out").iterdir())) == 1
+
+
 def test_a_folder_in_use_is_refused(series, tmp_path, text, capsys):
     out = tmp_path / "out"
     command(series, out, text)
