@@ -26,7 +26,7 @@ DTYPES = {
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn), "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
 }  # fmt: skip
 FLOATING = ("F64", "F32", "F16", "BF16")
-_CHUNK_BYTES = 1 << 24
+_CHUNK_BYTES = 1 << 22
 
 
 class CheckpointFormatError(ValueError):
