@@ -46,7 +46,9 @@ def read_params(path: Path, config: Config, seed: int | None = None) -> dict[str
     at = config.seeds.index(seed)
     for name, value in stacked.items():
         if value.ndim < 2 or len(value) != len(config.seeds):
-            raise CheckpointFormatError(f"{path}: {name} has shape {value.shape}, not one entry a seed of {len(config.seeds)}")
+            raise CheckpointFormatError(
+                f"{path}: {name} has shape {value.shape}, not one entry a seed of {len(config.seeds)}"
+            )
     return {name: value[at].astype(np.float32) for name, value in stacked.items()}
 
 
@@ -110,5 +112,7 @@ def gpt2_tensors(params: dict[str, np.ndarray], path: Path) -> dict[str, np.ndar
             }
             found |= {f"transformer.h.{layer}.{name}": value for name, value in tensors.items()}
     except (KeyError, IndexError, ValueError) as error:
-        raise CheckpointFormatError(f"{path} does not hold the parameters of a transformer of ours: {error!r}") from None
+        raise CheckpointFormatError(
+            f"{path} does not hold the parameters of a transformer of ours: {error!r}"
+        ) from None
     return found
