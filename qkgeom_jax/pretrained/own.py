@@ -37,7 +37,8 @@ def read_params(path: Path, config: Config, seed: int | None = None) -> dict[str
     if seed not in config.seeds:
         raise CheckpointFormatError(f"{path} holds the seeds {', '.join(map(str, config.seeds))}, not {seed}")
     try:
-        with np.load(path, allow_pickle=False) as file:
+        # opened here: np.load leaves a file open that it finds damaged
+        with open(path, "rb") as opened, np.load(opened, allow_pickle=False) as file:
             stacked = {name: file[name] for name in file.files}
     except FileNotFoundError:
         raise CheckpointFormatError(f"{path} is missing") from None
