@@ -1,6 +1,7 @@
 """Epochs of our own training as folders: their metrics are the grid's, and transformers gives their logits."""
 
 import functools
+import io
 import subprocess
 import sys
 import warnings
@@ -108,7 +109,9 @@ def test_the_parameters_of_a_group_open_without_an_export(exported, study, tmp_p
     with pytest.raises(pretrained.CheckpointFormatError, match="has no seeds"):
         pretrained.open_checkpoint(exported / "step-000008", seed=5)
     results.write_json(tmp_path / "config.json", config.to_dict())
-    for content in (b"PK", b"", b"PK\x03\x04" + bytes(60)):
+    array = io.BytesIO()
+    np.save(array, np.zeros(3))
+    for content in (b"PK", b"", b"PK\x03\x04" + bytes(60), array.getvalue()):
         results.write_bytes(tmp_path / "params/epoch_001.npz", content)
         with pytest.raises(pretrained.CheckpointFormatError, match="epoch_001.npz is no readable npz"):
             pretrained.open_checkpoint(tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ def read_params(path: Path, config: Config, seed: int | None = None) -> dict[str
             stacked = {name: file[name] for name in file.files}
     except FileNotFoundError:
         raise CheckpointFormatError(f"{path} is missing") from None
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, TypeError, EOFError, NotImplementedError, zlib.error, zipfile.BadZipFile) as error:
         raise CheckpointFormatError(f"{path} is no readable npz file ({error})") from None
     at = config.seeds.index(seed)
     for name, value in stacked.items():
