@@ -15,7 +15,9 @@ def export(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("out", metavar="OUT", help="the study's results folder")
     parser.add_argument("--to", metavar="FOLDER", required=True, help="where the checkpoints go")
     parser.add_argument("--group", metavar="NAME", help="as depth4-independent-none; needed where there are several")
-    parser.add_argument("--seed", type=flags.at_least(0), metavar="SEED", help="which run (default: the group's first seed)")
+    parser.add_argument(
+        "--seed", type=flags.at_least(0), metavar="SEED", help="which run (default: the group's first seed)"
+    )
     parser.add_argument("--epochs", type=flags.listed(flags.at_least(0)), metavar="LIST",
                         help="as 0,1,4,8 (default: all whose parameters were kept; see --keep-epochs)")  # fmt: skip
     given = parser.parse_args(argv)

@@ -1,5 +1,6 @@
 """Reading checkpoint folders: right matrices from each family, and one sentence about every file that is wrong."""
 
+import doctest
 import json
 import math
 import struct
@@ -11,6 +12,7 @@ import pytest
 import pretrained_models as models
 from qkgeom_jax import pretrained
 from qkgeom_jax.pretrained import CheckpointFormatError
+from qkgeom_jax.pretrained import folder as folder_module
 from qkgeom_jax.pretrained.tensors import read_safetensors, safetensors_bytes
 
 FAMILIES = tuple(models.CONFIGS)
@@ -36,10 +38,23 @@ def test_needed_files_prefer_safetensors_and_leave_the_rest():
         pretrained.needed_files([config, "flax_model.msgpack"])
 
 
+def test_doctests():
+    found = doctest.testmod(folder_module)
+    assert found.attempted and not found.failed
+
+
 def test_sizes_and_files(tmp_path):
     folder, _ = models.make(tmp_path / "a", "llama")
     found = pretrained.open_checkpoint(folder)
-    sizes = (found.family, found.layers, found.heads, found.key_heads, found.head_width, found.context, found.vocabulary)
+    sizes = (
+        found.family,
+        found.layers,
+        found.heads,
+        found.key_heads,
+        found.head_width,
+        found.context,
+        found.vocabulary,
+    )
     assert sizes == ("llama", 2, 9, 3, 4, 32, 50)
     assert [file.name for file in found.files] == ["config.json", "model.safetensors"]
     assert found.tokenizer() is None
@@ -100,7 +115,10 @@ def test_the_digest_tells_weights_apart_and_nothing_else(tmp_path):
     a, shards, other = (pretrained.open_checkpoint(tmp_path / name) for name in ("a", "shards", "changed"))
     assert a.weights_sha256() == shards.weights_sha256() != other.weights_sha256()
     assert len(a.weights_sha256()) == 64
-    assert [file.name for file in shards.files][1:3] == ["model.safetensors.index.json", "model-00001-of-00002.safetensors"]
+    assert [file.name for file in shards.files][1:3] == [
+        "model.safetensors.index.json",
+        "model-00001-of-00002.safetensors",
+    ]
 
 
 def test_fingerprints_estimate_distances(tmp_path):
@@ -259,7 +277,9 @@ def test_stored_frequencies_betray_a_wrong_head_count_or_base(tmp_path):
     for layer in range(2):  # 8 features a head, a quarter rotated
         arrays[f"gpt_neox.layers.{layer}.attention.rotary_emb.inv_freq"] = np.float32([1.0])
     assert pretrained.open_checkpoint(models.write(tmp_path / "a", values, arrays)).heads == 3
-    refuse(models.write(tmp_path / "a", values | {"num_attention_heads": 1}, arrays), "frequencies .* 1 heads of width 24")
+    refuse(
+        models.write(tmp_path / "a", values | {"num_attention_heads": 1}, arrays), "frequencies .* 1 heads of width 24"
+    )
     llama = models.config("llama", rope_theta=100.0)
     arrays = models.tensors(llama) | {"model.layers.0.self_attn.rotary_emb.inv_freq": np.float32([1.0, 0.01])}
     refuse(models.write(tmp_path / "b", llama, arrays), "frequencies .* base 100")

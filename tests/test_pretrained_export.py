@@ -1,6 +1,7 @@
 """Epochs of our own training as folders: their metrics are the grid's, and transformers gives their logits."""
 
 import functools
+import io
 import subprocess
 import sys
 import warnings
@@ -51,7 +52,12 @@ def exported(study, tmp_path_factory):
 
 def test_a_folder_a_step_with_probe_and_record(exported, study):
     config = study[1]
-    assert sorted(path.name for path in exported.iterdir()) == ["export.json", "probe-tokens.npy", "step-000000", "step-000008"]
+    assert sorted(path.name for path in exported.iterdir()) == [
+        "export.json",
+        "probe-tokens.npy",
+        "step-000000",
+        "step-000008",
+    ]
     assert sorted(path.name for path in (exported / "step-000008").iterdir()) == [
         "config.json", "model.safetensors", "tokenizer.json",
     ]  # fmt: skip
@@ -70,7 +76,9 @@ def test_metrics_are_the_grid_s_at_the_same_epoch(exported, study):
     checkpoint = pretrained.open_checkpoint(exported / "step-000008")
     ours = pretrained.measure(checkpoint, ids, spectrum_sequences=config.evaluation.spectrum_sequences)
     for name in results.METRIC_COLUMNS:
-        np.testing.assert_allclose([row[name] for row in ours.rows], grid.layers[name], rtol=1e-4, atol=1e-5, err_msg=name)
+        np.testing.assert_allclose(
+            [row[name] for row in ours.rows], grid.layers[name], rtol=1e-4, atol=1e-5, err_msg=name
+        )
     for name in grid.heads:
         np.testing.assert_allclose(ours.heads[name], grid.heads[name], rtol=1e-4, atol=1e-5, err_msg=name)
 
@@ -91,14 +99,19 @@ def test_the_parameters_of_a_group_open_without_an_export(exported, study, tmp_p
     group = out / "groups" / GROUP
     direct = pretrained.open_checkpoint(group / "params/epoch_002.npz", seed=5)
     assert direct.weights_sha256() == pretrained.open_checkpoint(exported / "step-000008").weights_sha256()
-    newest, first = pretrained.open_checkpoint(group), pretrained.open_checkpoint(group / "params/epoch_002.npz", seed=3)
+    newest, first = (
+        pretrained.open_checkpoint(group),
+        pretrained.open_checkpoint(group / "params/epoch_002.npz", seed=3),
+    )
     assert newest.weights_sha256() == first.weights_sha256() != direct.weights_sha256()
     with pytest.raises(pretrained.CheckpointFormatError, match="seeds 3, 5, not 4"):
         pretrained.open_checkpoint(group, seed=4)
     with pytest.raises(pretrained.CheckpointFormatError, match="has no seeds"):
         pretrained.open_checkpoint(exported / "step-000008", seed=5)
     results.write_json(tmp_path / "config.json", config.to_dict())
-    for content in (b"PK", b"", b"PK\x03\x04" + bytes(60)):
+    array = io.BytesIO()
+    np.save(array, np.zeros(3))
+    for content in (b"PK", b"", b"PK\x03\x04" + bytes(60), array.getvalue()):
         results.write_bytes(tmp_path / "params/epoch_001.npz", content)
         with pytest.raises(pretrained.CheckpointFormatError, match="epoch_001.npz is no readable npz"):
             pretrained.open_checkpoint(tmp_path)
@@ -127,7 +140,9 @@ def test_the_tokenizer_gives_the_trainer_s_ids(exported, study):
     assert tokenizer.encode("\N{SNOWMAN}").ids == [0]
 
 
-def test_the_same_export_twice_gives_the_same_bytes_and_another_is_refused(exported, study, capsys, monkeypatch, tmp_path):
+def test_the_same_export_twice_gives_the_same_bytes_and_another_is_refused(
+    exported, study, capsys, monkeypatch, tmp_path
+):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     before = {path: path.read_bytes() for path in exported.rglob("*") if path.is_file()}
     assert cli_export.export([str(study[0]), "--seed=5", f"--to={exported}", "--epochs=2"]) == 0
@@ -157,7 +172,10 @@ def test_a_lost_corpus_costs_the_tokenizer_alone(study, tmp_path, capsys):
     [
         (["--seed=4"], "seed is 4; depth2-independent-none has 3, 5"),
         (["--epochs=1"], "epoch 1 of depth2-independent-none was not kept (kept: 0, 2); train with --keep-epochs all"),
-        (["--group=depth2-independent-non"], "has no group 'depth2-independent-non'; did you mean depth2-independent-none?"),
+        (
+            ["--group=depth2-independent-non"],
+            "has no group 'depth2-independent-non'; did you mean depth2-independent-none?",
+        ),
         (["--epochs=1,,2"], "empty entry"),
         (["--epoch=1"], "--epoch is no flag; did you mean --epochs?"),
     ],

@@ -36,7 +36,9 @@ def first_layer(arrays, ids, values):
     x = w["model.embed_tokens.weight"][ids]
     y = x / np.sqrt(np.mean(x**2, -1, keepdims=True) + values["rms_norm_eps"]) * w["input_layernorm.weight"]
     heads = {"q": values["num_attention_heads"], "k": values["num_key_value_heads"]}
-    found = [(y @ w[f"self_attn.{p}_proj.weight"].T).reshape(*ids.shape, n, -1).swapaxes(1, 2) for p, n in heads.items()]
+    found = [
+        (y @ w[f"self_attn.{p}_proj.weight"].T).reshape(*ids.shape, n, -1).swapaxes(1, 2) for p, n in heads.items()
+    ]
     width = found[0].shape[-1]
     pairs = width // 2
     angle = np.arange(ids.shape[1])[:, None] * values["rope_theta"] ** (-2 * np.arange(pairs) / width)
@@ -150,7 +152,9 @@ def test_values_that_are_not_finite_are_undefined_and_others_stay(tmp_path):
     values = models.config("gpt2")
     arrays = models.tensors(values)
     arrays["transformer.h.1.attn.c_attn.weight"][0, 0] = np.nan
-    measured = pretrained.measure(pretrained.open_checkpoint(models.write(tmp_path / "a", values, arrays)), models.ids())
+    measured = pretrained.measure(
+        pretrained.open_checkpoint(models.write(tmp_path / "a", values, arrays)), models.ids()
+    )
     assert measured.rows[0]["participation_ratio_q"] is not None
     assert measured.rows[1]["participation_ratio_q"] is None
     assert math.isnan(measured.loss)
@@ -182,7 +186,10 @@ def strong(family, **changes):
     values = models.config(family, **changes)
     arrays = models.tensors(values)
     for name, w in arrays.items():
-        if any(part in name for part in ("q_proj", "k_proj", "v_proj", "o_proj", "c_attn", "attn.c_proj", "query_key", "dense.w")):
+        if any(
+            part in name
+            for part in ("q_proj", "k_proj", "v_proj", "o_proj", "c_attn", "attn.c_proj", "query_key", "dense.w")
+        ):
             w *= 4
         if "mlp" in name:
             w *= 0.1
@@ -257,7 +264,8 @@ def test_the_real_llama_reads_well_and_only_as_it_is(tmp_path):
     # trained: far below the 20 to 22 of a random start
     assert all(1 < value < 12 for value in measured.heads["participation_ratio_k"].ravel())
     arrays = {
-        (name if name.startswith("lm_head") else f"model.{name}"): tensor.read() for name, tensor in checkpoint.tensors.items()
+        (name if name.startswith("lm_head") else f"model.{name}"): tensor.read()
+        for name, tensor in checkpoint.tensors.items()
     }
     values = results.read_json(GLASSLLM / "config.json")
     for name, w in arrays.items():

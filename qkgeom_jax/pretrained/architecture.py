@@ -56,12 +56,18 @@ class Architecture:
         scale = 1 / math.sqrt(self.head_width) if self.scale_logits else 1.0
         return scale / (layer + 1) if self.inverse_layer_scale else scale
 
-
     @property
     def block(self) -> Architecture:
         """What one block's program depends on: models that differ elsewhere share it."""
         return dataclasses.replace(
-            self, layers=0, vocabulary=0, context=0, tied=False, inverse_layer_scale=False, scale_logits=False, flat=False
+            self,
+            layers=0,
+            vocabulary=0,
+            context=0,
+            tied=False,
+            inverse_layer_scale=False,
+            scale_logits=False,
+            flat=False,
         )
 
 
@@ -170,7 +176,9 @@ def _gpt_neox(read: _Reader) -> Architecture:
     width, heads = read.count("hidden_size"), read.count("num_attention_heads")
     head_width = _even_width(read, width, heads)
     rope = _Reader(read.rope(), read.path)
-    share = rope.number("partial_rotary_factor", default=read.number("rotary_pct", "partial_rotary_factor", default=0.25))
+    share = rope.number(
+        "partial_rotary_factor", default=read.number("rotary_pct", "partial_rotary_factor", default=0.25)
+    )
     return Architecture(
         family="gpt_neox",
         layers=read.count("num_hidden_layers"),

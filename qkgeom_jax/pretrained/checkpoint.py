@@ -95,7 +95,9 @@ class Checkpoint:
         try:
             from tokenizers import Tokenizer
         except ImportError:
-            raise CheckpointFormatError(f"{path} needs tokenizers to be read: pip install 'qkgeom_jax[checkpoints]'") from None
+            raise CheckpointFormatError(
+                f"{path} needs tokenizers to be read: pip install 'qkgeom_jax[checkpoints]'"
+            ) from None
         try:
             return Tokenizer.from_file(str(path))
         except Exception as error:  # noqa: BLE001 - the library raises Exception itself
@@ -206,7 +208,9 @@ def _checked(path: Path, a: Architecture, stored: Tensors, files: tuple[Path, ..
                 f"{path}: the tensor {source!r} has shape {list(tensor.shape)}, its configuration asks for {list(shape)}"
             )
         if tensor.dtype not in FLOATING:
-            raise CheckpointFormatError(f"{path}: the tensor {source!r} is of type {tensor.dtype}; supported: {', '.join(FLOATING)}")
+            raise CheckpointFormatError(
+                f"{path}: the tensor {source!r} is of type {tensor.dtype}; supported: {', '.join(FLOATING)}"
+            )
         wanted[name] = tensor
 
     for name, shape in families.outer_shapes(a).items():

@@ -98,7 +98,9 @@ def export(
     for epoch in wanted:
         if epoch not in kept:
             known = ", ".join(map(str, kept)) or "none"
-            raise ValueError(f"epoch {epoch} of {folder.name} was not kept (kept: {known}); train with --keep-epochs all")
+            raise ValueError(
+                f"epoch {epoch} of {folder.name} was not kept (kept: {known}); train with --keep-epochs all"
+            )
     if not wanted:
         raise ValueError(f"{folder} holds no parameters yet")
     record = {"study": Path(out).name, "group": folder.name, "seed": seed, "config": config.to_dict()}

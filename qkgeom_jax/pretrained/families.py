@@ -97,7 +97,13 @@ def make_block(a: Architecture, tensors: Mapping[str, np.ndarray]) -> Block:
     elif a.family == "gpt_neox":
         fused = linear("attention.query_key_value")
         parts = {name: _fused_by_head(value, a) for name, value in fused.items()}
-        names = ("input_layernorm", "post_attention_layernorm", "attention.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
+        names = (
+            "input_layernorm",
+            "post_attention_layernorm",
+            "attention.dense",
+            "mlp.dense_h_to_4h",
+            "mlp.dense_4h_to_h",
+        )
     else:
         attention = {part: linear(f"self_attn.{part[0]}_proj") for part in ("query", "key", "value")}
         names = ("input_layernorm", "post_attention_layernorm", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj")

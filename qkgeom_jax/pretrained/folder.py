@@ -80,7 +80,9 @@ def _read_shards(index: Path, read: Any) -> tuple[Tensors, list[Path]]:
     tensors = {}
     for name, file in places.items():
         if name not in inside[file]:
-            raise CheckpointFormatError(f"{index.parent / file} does not hold the tensor {name!r}, which {index.name} places there")
+            raise CheckpointFormatError(
+                f"{index.parent / file} does not hold the tensor {name!r}, which {index.name} places there"
+            )
         tensors[name] = inside[file][name]
     return tensors, [index, *files]
 
@@ -122,4 +124,8 @@ def read_torch(path: Path) -> Tensors:
 
         return Tensor(types[value.dtype], tuple(value.shape), rows)
 
-    return {name: tensor(value) for name, value in loaded.items() if isinstance(value, torch.Tensor) and value.dtype in types}
+    return {
+        name: tensor(value)
+        for name, value in loaded.items()
+        if isinstance(value, torch.Tensor) and value.dtype in types
+    }

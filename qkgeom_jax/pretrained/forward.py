@@ -140,7 +140,9 @@ def check_tokens(checkpoint: Checkpoint, token_ids: np.ndarray) -> np.ndarray:
     if ids.shape[1] > checkpoint.context:
         raise ValueError(f"token_ids has {ids.shape[1]} positions; the model's context is {checkpoint.context}")
     if ids.min() < 0 or ids.max() >= checkpoint.vocabulary:
-        raise ValueError(f"token_ids has ids from {ids.min()} to {ids.max()}; the model's are 0 to {checkpoint.vocabulary - 1}")
+        raise ValueError(
+            f"token_ids has ids from {ids.min()} to {ids.max()}; the model's are 0 to {checkpoint.vocabulary - 1}"
+        )
     return ids.astype(np.int32)
 
 

@@ -14,7 +14,11 @@ _LAYER_NAMES = {
     "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
     "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
 }  # fmt: skip
-_NAMES = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight", "output.weight": "lm_head.weight"}
+_NAMES = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
 
 
 def read_gguf(path: Path) -> tuple[dict[str, Any], Tensors]:
@@ -45,7 +49,9 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], Tensors]:
 def _config(path: Path, values: dict[str, Any], tensors: dict[str, Any]) -> dict[str, Any]:
     family = values.get("general.architecture")
     if family != "llama":
-        raise CheckpointFormatError(f"{path}: the architecture {family!r} is not supported in GGUF files; supported: llama")
+        raise CheckpointFormatError(
+            f"{path}: the architecture {family!r} is not supported in GGUF files; supported: llama"
+        )
 
     def get(name: str, default: Any = None) -> Any:
         value = values.get(f"llama.{name}", default)

@@ -180,7 +180,9 @@ def _other_readings(checkpoint: Checkpoint) -> dict[str, Checkpoint]:
                 checkpoint, heads=int(heads), key_heads=int(keys), head_width=int(width), rotary_width=int(rotary)
             )
     if a.family == "gpt_neox":
-        found["its query_key_value matrices are [Q | K | V], not interleaved per head"] = with_reading(checkpoint, flat=True)
+        found["its query_key_value matrices are [Q | K | V], not interleaved per head"] = with_reading(
+            checkpoint, flat=True
+        )
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -37,16 +38,19 @@ def read_params(path: Path, config: Config, seed: int | None = None) -> dict[str
     if seed not in config.seeds:
         raise CheckpointFormatError(f"{path} holds the seeds {', '.join(map(str, config.seeds))}, not {seed}")
     try:
-        with np.load(path, allow_pickle=False) as file:
+        # opened here: np.load leaves a file open that it finds damaged
+        with open(path, "rb") as opened, np.load(opened, allow_pickle=False) as file:
             stacked = {name: file[name] for name in file.files}
     except FileNotFoundError:
         raise CheckpointFormatError(f"{path} is missing") from None
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, TypeError, EOFError, NotImplementedError, zlib.error, zipfile.BadZipFile) as error:
         raise CheckpointFormatError(f"{path} is no readable npz file ({error})") from None
     at = config.seeds.index(seed)
     for name, value in stacked.items():
         if value.ndim < 2 or len(value) != len(config.seeds):
-            raise CheckpointFormatError(f"{path}: {name} has shape {value.shape}, not one entry a seed of {len(config.seeds)}")
+            raise CheckpointFormatError(
+                f"{path}: {name} has shape {value.shape}, not one entry a seed of {len(config.seeds)}"
+            )
     return {name: value[at].astype(np.float32) for name, value in stacked.items()}
 
 
@@ -110,5 +114,7 @@ def gpt2_tensors(params: dict[str, np.ndarray], path: Path) -> dict[str, np.ndar
             }
             found |= {f"transformer.h.{layer}.{name}": value for name, value in tensors.items()}
     except (KeyError, IndexError, ValueError) as error:
-        raise CheckpointFormatError(f"{path} does not hold the parameters of a transformer of ours: {error!r}") from None
+        raise CheckpointFormatError(
+            f"{path} does not hold the parameters of a transformer of ours: {error!r}"
+        ) from None
     return found

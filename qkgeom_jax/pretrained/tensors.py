@@ -26,7 +26,7 @@ DTYPES = {
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn), "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
 }  # fmt: skip
 FLOATING = ("F64", "F32", "F16", "BF16")
-_CHUNK_BYTES = 1 << 24
+_CHUNK_BYTES = 1 << 22
 
 
 class CheckpointFormatError(ValueError):
@@ -108,7 +108,9 @@ def _entry(path: Path, name: str, entry: Any, data_bytes: int) -> tuple[str, tup
             f"{path} is cut or damaged: the tensor {name!r} takes bytes {start} to {stop} of {data_bytes} that there are"
         )
     if stop - start != math.prod(shape) * DTYPES[dtype].itemsize:
-        raise CheckpointFormatError(f"{path}: the tensor {name!r} has {stop - start} bytes, not those of {dtype} {shape}")
+        raise CheckpointFormatError(
+            f"{path}: the tensor {name!r} has {stop - start} bytes, not those of {dtype} {shape}"
+        )
     return dtype, tuple(shape), start, stop
 
 
@@ -147,7 +149,9 @@ def _in_file(path: Path, name: str, dtype: str, shape: tuple[int, ...], offset: 
     def rows(start: int, stop: int) -> np.ndarray:
         count = (stop - start) * row
         try:
-            found = np.fromfile(path, np.uint8, count * DTYPES[dtype].itemsize, offset=offset + start * row * DTYPES[dtype].itemsize)
+            found = np.fromfile(
+                path, np.uint8, count * DTYPES[dtype].itemsize, offset=offset + start * row * DTYPES[dtype].itemsize
+            )
         except OSError as error:
             raise CheckpointFormatError(f"{path} cannot be read: {error.strerror}") from None
         if found.size < count * DTYPES[dtype].itemsize:
@@ -164,8 +168,14 @@ def safetensors_bytes(arrays: Mapping[str, np.ndarray]) -> bytes:
     at = 0
     for name in sorted(arrays):
         array = arrays[name]
-        header[name] = {"dtype": names[array.dtype], "shape": list(array.shape), "data_offsets": [at, at + array.nbytes]}
+        header[name] = {
+            "dtype": names[array.dtype],
+            "shape": list(array.shape),
+            "data_offsets": [at, at + array.nbytes],
+        }
         at += array.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the data start at a multiple of 8
-    return b"".join([len(text).to_bytes(8, "little"), text, *(np.ascontiguousarray(arrays[n]).tobytes() for n in sorted(arrays))])
+    return b"".join(
+        [len(text).to_bytes(8, "little"), text, *(np.ascontiguousarray(arrays[n]).tobytes() for n in sorted(arrays))]
+    )
