@@ -62,7 +62,7 @@ def _say_bands(figure: Figure, groups: Sequence[GroupSeries]) -> None:
         figure.supxlabel("A band needs two seeds; where it is missing, there is one.", fontsize=7, color=GREY)
 
 
-def _figure(height: float, width: float = WIDTH) -> Figure:
+def make_figure(height: float, width: float = WIDTH) -> Figure:
     return Figure(figsize=(width, height), layout="constrained")
 
 
@@ -77,7 +77,7 @@ def figure_1(groups: Sequence[GroupSeries]) -> Figure:
       A figure. Lines at the top are means over runs (a depth and a seed, averaged over layers), at the bottom over
       seeds, at the last epoch; bands are one standard error over the same, and absent for one run or seed.
     """
-    figure = _figure(4.4)
+    figure = make_figure(4.4)
     panels = figure.subplot_mosaic([["top", "top", "top"], ["entropy", "mass", "difference"]])
     top = panels["top"]
     top.set_title("a  Alignment of W$_Q$ and W$_K$, all depths")
@@ -136,10 +136,10 @@ def figure_2(groups: Sequence[GroupSeries]) -> Figure:
     inits = [init for init in LOOKS if any(group.init == init for group in groups)]
     depths = sorted({group.depth for group in groups})
     if not inits:
-        figure = _figure(2.0)
+        figure = make_figure(2.0)
         explain(figure.subplots(), "No finished group.")
         return figure
-    figure = _figure(0.6 + 1.5 * len(inits), max(WIDTH, 0.4 + 1.5 * len(depths)) if len(depths) > 1 else WIDTH / 2)
+    figure = make_figure(0.6 + 1.5 * len(inits), max(WIDTH, 0.4 + 1.5 * len(depths)) if len(depths) > 1 else WIDTH / 2)
     panels = figure.subplots(len(inits), len(depths), sharex=True, sharey=True, squeeze=False)
     for row, init in zip(panels, inits):
         row[0].set_ylabel(f"{INIT_LABELS[init]}\n{DIFFERENCE}")
@@ -211,7 +211,7 @@ def figure_3(table: Table, regressions: Mapping[str, Regression]) -> Figure:
         "attention_entropy_slope": "Entropy slope (nats per epoch)",
     }
     titles = ("a  Keys and interaction spectrum", "b  Interaction spectrum and entropy")
-    figure = _figure(3.3)
+    figure = make_figure(3.3)
     panels = figure.subplots(1, 2)
     for axes, title, (name, (x, y)) in zip(panels, titles, REGRESSIONS.items()):
         axes.set_title(title)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from qkgeom_jax.interventions.leaves import Leaf, Leaves
+from qkgeom_jax.interventions.leaves import Leaves
 from qkgeom_jax.interventions.pieces import (
     always,
     blend,

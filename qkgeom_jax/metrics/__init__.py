@@ -125,6 +125,7 @@ def attention_geometry(
     *,
     mask: jax.Array | None = None,
     spectrum_sequences: int | None = None,
+    scored: tuple[jax.Array, jax.Array] | None = None,
 ) -> dict[str, jax.Array]:
     """Every metric of one attention layer, under the names of the results' columns.
 
@@ -134,6 +135,8 @@ def attention_geometry(
         weights are left out.
       mask: [T, T] boolean, True = allowed; by default causal.
       spectrum_sequences: how many of the first sequences enter the spectra of Q K^T; by default all.
+      scored: queries and keys [B, H, T, K] as they enter the logits, where these differ from `q` and `k` (after a rotary
+        position embedding, or scaled); the attention, logit and effective_rank_qk columns are theirs.
     Returns:
       The names of `PER_HEAD` with [H], those of `PER_LAYER` with []; float32, units and degenerate values as in the
       functions of the same name. Covariances, participation ratios and norms are taken over the B*T tokens; attention
@@ -160,8 +163,14 @@ def attention_geometry(
         raise ValueError(f"mask is {mask.dtype} {mask.shape}; it must be boolean {(positions, positions)}")
     if spectrum_sequences is not None and spectrum_sequences < 1:
         raise ValueError(f"spectrum_sequences is {spectrum_sequences}; it must be at least 1")
+    if scored is None:
+        scored_q, scored_k = q, k
+    else:
+        scored_q, scored_k = (jnp.asarray(x).astype(jnp.float32) for x in scored)
+        if scored_q.shape != q.shape or scored_k.shape != q.shape:
+            raise ValueError(f"scored has the shapes {scored_q.shape} and {scored_k.shape}; both must be {q.shape}")
     with jax.default_matmul_precision("highest"):
-        logits = jnp.einsum("bhik,bhjk->jbhi", q, k) / width**0.5
+        logits = jnp.einsum("bhik,bhjk->jbhi", scored_q, scored_k) / width**0.5
         results = _attention_metrics(logits, mask.T[:, None, None, :])
         # [2, H, B*T, K]: queries and keys side by side, so that each computation stands in the program once
         tokens = jnp.stack([q, k]).swapaxes(1, 2).reshape(2, heads, batch * positions, width)
@@ -169,7 +178,7 @@ def attention_geometry(
         rest, mean = subtract_mean(tokens)
         pairs = _participation_ratios(rest, mean, scale, weights)
         pairs["activation_norm"] = activation_norm(tokens) * scale[..., 0, 0]
-        few, _ = scaled(jnp.stack([q, k])[:, :spectrum_sequences])
+        few, _ = scaled(jnp.stack([scored_q, scored_k])[:, :spectrum_sequences])
         (s, pairs["effective_rank"]), *products = _spectra([rest, few] if weights is None else [rest, few, weights])
         covariance = spectrum_statistics(s * scale[..., 0], batch * positions)
         pairs |= {f"covariance_{name}": value for name, value in covariance.items()}
