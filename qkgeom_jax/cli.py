@@ -87,14 +87,15 @@ def _check_arms(wanted: study.Study) -> None:
     Raises:
       ValueError: one sentence that names the arm.
     """
+    own = [group for group in wanted.groups if ":" in group.intervention]
+    if not own:
+        return
     import jax
 
-    from qkgeom_jax.group import make_programs
     from qkgeom_jax.ensemble import make_keys
+    from qkgeom_jax.group import make_programs
 
-    for group in wanted.groups:
-        if ":" not in group.intervention:
-            continue
+    for group in own:
         programs = make_programs(group)
         try:
             jax.eval_shape(programs.initialise, make_keys(group.seeds))
@@ -136,8 +137,8 @@ def _execute(wanted: study.Study, settings: dict[str, Any]) -> int:
         print(report.write_all(wanted.out))
         write_digests(wanted.out)
         return study.DONE
-    wanted, corpus = _with_corpus(wanted)
     _check_arms(wanted)
+    wanted, corpus = _with_corpus(wanted)
     if settings["plan"]:
         from qkgeom_jax.plan import print_plan
 
