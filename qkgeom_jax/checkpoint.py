@@ -26,12 +26,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
+from qkgeom_jax.results import seal
+
 # The process lacks something; the checkpoint may be sound.
 _NOT_DAMAGE = {errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written, or is sound but not what was asked for; the message names the step."""
+    """A checkpoint could not be written, or is sound but not what was asked for; the message names the step.
+
+    `errno` is the system's number of the error, 0 where it was none of the system's.
+    """
+
+    def __init__(self, message: str, errno: int = 0) -> None:
+        super().__init__(message)
+        self.errno = errno
 
 
 class _Damaged(Exception):
@@ -46,6 +55,7 @@ class Checkpoints:
     Args:
       folder: created where missing, made absolute; must be writable.
       keep: how many steps stay on disk; an older one is deleted once a newer one is complete.
+      read_only: for `steps`, `verify` and `close` alone; writes nothing.
 
     Raises:
       ValueError: `keep` is not a whole number of at least 1.
@@ -60,16 +70,18 @@ class Checkpoints:
     (10, [0.0, 1.0, 2.0], {'epoch': 1})
     """
 
-    def __init__(self, folder: str | os.PathLike[str], keep: int = 2) -> None:
+    def __init__(self, folder: str | os.PathLike[str], keep: int = 2, read_only: bool = False) -> None:
         if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
             raise ValueError(f"keep is {keep!r}; allowed: a whole number of at least 1")
         self.folder = Path(folder).absolute()
         self.warnings_: list[str] = []
         self._doing = ""
         try:
-            self._prepare_folder()
+            if not read_only:
+                self._prepare_folder()
         except OSError as error:
-            raise CheckpointError(f"checkpoints cannot be written to {self.folder}: {_cause(error)[1]}") from error
+            number, reason = _cause(error)
+            raise CheckpointError(f"checkpoints cannot be written to {self.folder}: {reason}", number) from error
         # Imported here: it takes half a second, and whoever asks for `--help` need not wait.
         import orbax.checkpoint as ocp
 
@@ -104,7 +116,7 @@ class Checkpoints:
             raise ValueError(f"step is {step}; it must be greater than the last saved step, {self.steps[-1]}")
         _require_json(record)
         arrays, leaves = _on_host(_leaves("state", state))
-        item = _sealed({"step": step, "record": record, "leaves": leaves})
+        item = seal({"step": step, "record": record, "leaves": leaves})
         ocp, size = self._ocp, sum(array.nbytes for array in arrays.values())
         self._doing = f"saving step {step} ({size / 1e6:.1f} MB) to {self.folder}"
         with self._failing():
@@ -185,8 +197,7 @@ class Checkpoints:
             if folder.is_symlink():
                 raise _Damaged("a symbolic link")
             item = dict(self._manager.restore(step, args=ocp.args.Composite(record=ocp.args.JsonRestore()))["record"])
-            sealed = _sealed({key: value for key, value in item.items() if key != "sha256"})
-            if item != sealed or item["step"] != step:
+            if item != seal(item) or item["step"] != step:
                 raise _Damaged("its record is not what was saved")
             leaves, arrays = item["leaves"], {}
             if wanted is not None:
@@ -205,7 +216,7 @@ class Checkpoints:
         except Exception as error:
             number, reason = _cause(error)
             if number in _NOT_DAMAGE:
-                raise CheckpointError(f"step {step} in {self.folder} cannot be read: {reason}") from error
+                raise CheckpointError(f"step {step} in {self.folder} cannot be read: {reason}", number) from error
             raise _Damaged(f"cannot be read: {reason}") from error
 
     def _quarantine(self, step: int, damage: str) -> None:
@@ -225,8 +236,8 @@ class Checkpoints:
             self._remove_leftovers()
             free = shutil.disk_usage(self.folder).free if self.folder.is_dir() else 0
             good = f"the last good step is {self.steps[-1]}" if self.steps else "there is no good step"
-            said = f"{self._doing} failed: {_cause(error)[1]} ({free / 1e6:.1f} MB free); {good}"
-            raise CheckpointError(said) from error
+            number, reason = _cause(error)
+            raise CheckpointError(f"{self._doing} failed: {reason} ({free / 1e6:.1f} MB free); {good}", number) from error
 
     def _prepare_folder(self, size: int = 1) -> None:
         """Makes the folder, clears it of interrupted saves, and raises OSError when `size` bytes cannot be written."""
@@ -312,12 +323,6 @@ def _digest(array: np.ndarray) -> str:
     digest = hashlib.sha256(f"{array.dtype} {array.shape} ".encode())
     digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
     return digest.hexdigest()
-
-
-def _sealed(item: dict[str, Any]) -> dict[str, Any]:
-    """`item` with the sha256 of its own JSON."""
-    text = json.dumps(item, sort_keys=True, allow_nan=False)
-    return {**item, "sha256": hashlib.sha256(text.encode()).hexdigest()}
 
 
 def _cause(error: Exception) -> tuple[int, str]:

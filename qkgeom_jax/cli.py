@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from qkgeom_jax import flags, study
+from qkgeom_jax import command, flags, study
 from qkgeom_jax.config import DOSES, INITIALIZATIONS, INTERVENTIONS, PRESETS, Config, override
+from qkgeom_jax.stop import StopSignal
 
 
 def _make_parser(prog: str, description: str, without: Sequence[str] = ()) -> flags.Parser:
@@ -31,6 +30,8 @@ def _make_parser(prog: str, description: str, without: Sequence[str] = ()) -> fl
     doing.add_argument("--plan", action="store_true", help="say what would run, its memory, disk and time; train nothing")
     doing.add_argument("--status", action="store_true", help="say how far the results folder has come")
     doing.add_argument("--figures", action="store_true", help="redraw tables and figures from the results folder")
+    doing.add_argument("--verify", nargs="?", const="", metavar="FOLDER",
+        help="compare every file of a results folder (default: that of --out) with what was written")  # fmt: skip
     parser.add_argument("--fresh", action="store_true", help="move an old results folder aside and start anew")
     flags.add_config_flags(parser, without)
     return parser
@@ -62,13 +63,13 @@ def _settings(parser: flags.Parser, argv: Sequence[str] | None, defaults: dict[s
     return settings | {"base": flags.resolve(settings["preset"], toml, {"seeds": settings["seeds"]} | given)}
 
 
-def _make_study(command: str, settings: dict[str, Any]) -> study.Study:
+def _make_study(name: str, settings: dict[str, Any]) -> study.Study:
     preset, base = settings["preset"], settings["base"]
-    out = Path(settings.get("out") or f"results/{command}-{preset}").absolute()
+    out = Path(settings.get("out") or f"results/{name}-{preset}").absolute()
     groups = study.make_groups(base, settings["depths"], settings["inits"], _arms(settings))
     if repeated := next((g.name for g in groups if [h.name for h in groups].count(g.name) > 1), None):
         raise ValueError(f"two interventions would share the folder {repeated}; give one of them another name")
-    return study.Study(command, preset, out, base, groups, settings["keep_epochs"])
+    return study.Study(name, preset, out, base, groups, settings["keep_epochs"])
 
 
 def _arms(settings: dict[str, Any]) -> tuple[str, ...]:
@@ -107,7 +108,7 @@ def _with_corpus(wanted: study.Study) -> tuple[study.Study, Any]:
     """The study with its corpus's vocabulary, and the corpus."""
     from qkgeom_jax.corpus import load_corpus, require_windows
 
-    corpus = load_corpus(wanted.base.corpus, progress=lambda text: print(text, file=sys.stderr, flush=True))
+    corpus = load_corpus(wanted.base.corpus, progress=command.say)
     require_windows(corpus, wanted.base.model.context)
 
     def sized(config: Config) -> Config:
@@ -119,24 +120,30 @@ def _with_corpus(wanted: study.Study) -> tuple[study.Study, Any]:
 def _say_corpus(corpus: Any) -> None:
     counts = ", ".join(f"{split} {count:,}" for split, count in corpus.characters.items())
     unknown = ", ".join(f"{split} {share:.3%}" for split, share in corpus.unknown_share.items())
-    print(f"corpus {corpus.name}: {counts} characters; {len(corpus.vocabulary)} symbols; unknown: {unknown}", file=sys.stderr)
+    command.say(f"corpus {corpus.name}: {counts} characters; {len(corpus.vocabulary)} symbols; unknown: {unknown}")
     for note in corpus.notes:
-        print(f"  {note}", file=sys.stderr)
+        command.say(f"  {note}")
 
 
-def _execute(wanted: study.Study, settings: dict[str, Any]) -> int:
+def _execute(wanted: study.Study, settings: dict[str, Any], stop: StopSignal) -> int:
     if settings["status"]:
         from qkgeom_jax.plan import print_status
 
         return print_status(wanted)
     if settings["figures"]:
         from qkgeom_jax import report
-        from qkgeom_jax.manifest import write_digests
 
         study.require_results(wanted.out)
         print(report.write_all(wanted.out))
-        write_digests(wanted.out)
-        return study.DONE
+        return command.DONE
+    if settings["verify"] is not None:
+        from qkgeom_jax.integrity import print_verification
+
+        out = Path(settings["verify"] or wanted.out).absolute()
+        study.require_results(out)
+        return print_verification(out)
+    if not settings["plan"]:
+        study.require_writable(wanted.out)
     _check_arms(wanted)
     wanted, corpus = _with_corpus(wanted)
     if settings["plan"]:
@@ -144,33 +151,24 @@ def _execute(wanted: study.Study, settings: dict[str, Any]) -> int:
 
         return print_plan(wanted if settings["fresh"] else study.settle(wanted, corpus.sha256), corpus)
     if settings["fresh"] and (aside := study.set_aside(wanted.out)):
-        print(f"moved the old results to {aside}", file=sys.stderr)
+        command.say(f"moved the old results to {aside}")
     wanted = study.settle(wanted, corpus.sha256)
     study.prepare(wanted, corpus.sha256)
     _say_corpus(corpus)
     from qkgeom_jax.progress import make_progress
 
-    with study.StopSignal().installed() as stop, make_progress(wanted.groups) as progress:
+    with make_progress(wanted.groups) as progress:
         status = study.run(wanted, corpus, progress, stop)
-    if status == study.STOPPED:
-        print("stopped; the same command goes on from here", file=sys.stderr)
-    else:
-        print(wanted.out / "report.md")
+    print(wanted.out / "report.md")
     return status
 
 
-def _main(command: str, parser: flags.Parser, defaults: dict[str, Any], argv: Sequence[str] | None) -> int:
-    from qkgeom_jax.lock import LockedError
-
-    try:
+def _main(name: str, parser: flags.Parser, defaults: dict[str, Any], argv: Sequence[str] | None) -> int:
+    def work(stop: StopSignal) -> int:
         settings = _settings(parser, argv, defaults)
-        return _execute(_make_study(command, settings), settings)
-    except (ValueError, LockedError) as error:
-        parser.error(str(error))
-    except BrokenPipeError:
-        # Whoever read our output has gone; Python would complain again when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return study.FAILED
+        return _execute(_make_study(name, settings), settings, stop)
+
+    return command.run(parser, work)
 
 
 def grid(argv: Sequence[str] | None = None) -> int:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from qkgeom_jax import flags
+from qkgeom_jax import command, flags
 from qkgeom_jax.series import CATALOGUE, DEFAULT_REVISIONS, PAPER_SERIES, own_series, parse_selection
 
 DEFAULT_OUT = "results/checkpoints"
@@ -42,6 +40,8 @@ def _make_parser(description: str) -> flags.Parser:
     doing = parser.add_mutually_exclusive_group()
     doing.add_argument("--plan", action="store_true", help="say what would be measured and downloaded; do nothing")
     doing.add_argument("--figures", action="store_true", help="redraw table and figure from the results folder")
+    doing.add_argument("--verify", nargs="?", const="", metavar="FOLDER",
+        help="compare every file of a results folder (default: that of --out) with what was written")  # fmt: skip
     parser.add_argument("--fresh", action="store_true", help="move an old results folder aside and start anew")
     return parser
 
@@ -74,51 +74,39 @@ def _make_study(given: Any) -> Any:
     return SeriesStudy(Path(given.out).absolute(), series, given.revisions, probe, cache, given.offline)
 
 
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 def _execute(given: Any) -> int:
     from qkgeom_jax import results, series_report, series_study, study
+    from qkgeom_jax.integrity import print_verification
     from qkgeom_jax.lock import Lock
 
-    if given.figures:
-        out = Path(given.out).absolute()
+    if given.figures or given.verify is not None:
+        out = Path(given.verify or given.out).absolute()
         if not (out / "revisions").is_dir():
             raise ValueError(f"{out} holds no measured revisions; measure first, or name the folder with --out")
+        if given.verify is not None:
+            return print_verification(out)
         print(series_report.write_all(out))
-        return study.DONE
+        return command.DONE
+    if not given.plan:
+        study.require_writable(Path(given.out).absolute())
     wanted = _make_study(given)
     if given.plan:
         if not given.fresh:
             series_study.settle(wanted)
         return series_study.print_plan(wanted)
     if given.fresh and (aside := study.set_aside(wanted.out)):
-        _say(f"moved the old results to {aside}")
+        command.say(f"moved the old results to {aside}")
     series_study.prepare(wanted)
-    with Lock(wanted.out / "lock"), study.StopSignal().installed() as stop:
+    with Lock(wanted.out / "lock"):
         series_report.write_process(wanted.out)
-        status = series_study.run(wanted, _say, stop)
-    if status == study.STOPPED:
-        _say("stopped; the same command goes on from here")
+        status = series_study.run(wanted, command.say)
     for remark in results.read_json(wanted.out / "manifest.json")["remarks"]:
-        _say(remark)
+        command.say(remark)
     print(wanted.out / "report.md")
     return status
 
 
 def checkpoints(argv: Sequence[str] | None = None) -> int:
     """Measure series of public checkpoints, or your own; write Table 6, Figure 5 and a report."""
-    from qkgeom_jax.lock import LockedError
-
     parser = _make_parser(checkpoints.__doc__)
-    try:
-        return _execute(parser.parse_args(argv))
-    except (ValueError, LockedError) as error:
-        parser.error(str(error))
-    except BrokenPipeError:
-        # Whoever read our output has gone; Python would complain again when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except OSError as error:
-        _say(f"{parser.prog}: {error.filename or 'the results folder'}: {error.strerror or error}")
-    return 1
+    return command.run(parser, lambda _: _execute(parser.parse_args(argv)))

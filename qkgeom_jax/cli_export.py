@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from qkgeom_jax import flags, study
+from qkgeom_jax import command, flags
+from qkgeom_jax.stop import StopSignal
 
 
 def export(argv: Sequence[str] | None = None) -> int:
@@ -20,20 +20,15 @@ def export(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--epochs", type=flags.listed(flags.at_least(0)), metavar="LIST",
                         help="as 0,1,4,8 (default: all whose parameters were kept; see --keep-epochs)")  # fmt: skip
-    given = parser.parse_args(argv)
-    from qkgeom_jax.pretrained.export import export as write
 
-    def say(text: str) -> None:
-        print(text, file=sys.stderr)
+    def work(_stop: StopSignal) -> int:
+        given = parser.parse_args(argv)
+        from qkgeom_jax.pretrained.export import export as write
 
-    try:
         folders = write(
-            Path(given.out), Path(given.to), group=given.group, seed=given.seed, epochs=given.epochs, say=say
+            Path(given.out), Path(given.to), group=given.group, seed=given.seed, epochs=given.epochs, say=command.say
         )
-    except ValueError as error:
-        parser.error(str(error))
-    except OSError as error:
-        say(f"{parser.prog}: {error.filename or given.to} cannot be written: {error.strerror}")
-        return study.FAILED
-    print(*folders, sep="\n")
-    return study.DONE
+        print(*folders, sep="\n")
+        return command.DONE
+
+    return command.run(parser, work)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -56,3 +57,23 @@ def make_ensemble(config: Config, optimizer: optax.GradientTransformationExtraAr
 
     measure = jax.vmap(functools.partial(evaluate.measure, config=config), in_axes=(0, None))
     return Ensemble(jax.jit(initialise), jax.jit(advance, donate_argnums=0), jax.jit(measure))
+
+
+def by_parts(program: Callable[[int], Callable[..., Any]], count: int, width: int, *stacked: Any) -> Any:
+    """A program over `count` seeds, at most `width` of them at a time: less memory, and longer.
+
+    Args:
+      program: gives the program for a number of seeds; it takes a part of each of `stacked`.
+      count, width: how many seeds there are, and how many at most go together.
+      stacked: trees whose leaves have a leading axis S.
+
+    Returns:
+      What one call for all seeds would: a tree whose leaves have a leading axis S.
+    """
+    if width >= count:
+        return program(count)(*stacked)
+    parts = []
+    for start in range(0, count, width):
+        part = jax.tree.map(lambda leaf: leaf[start : start + width], stacked)
+        parts.append(program(min(width, count - start))(*part))
+    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)

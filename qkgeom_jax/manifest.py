@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import platform
 import subprocess
@@ -10,11 +9,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from qkgeom_jax import __version__, results
+from qkgeom_jax import __version__, integrity, results
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "scipy")
-# Rewritten while others read, or not results at all.
-NOT_DIGESTED = ("manifest.json", "lock")
+# What groups of one study should have in common.
+COMPARED = ("versions", "device", "flags", "git_commit")
 
 
 def git_commit() -> str | None:
@@ -48,30 +47,43 @@ def describe_process() -> dict[str, Any]:
     }
 
 
-def _digests(out: Path) -> dict[str, str]:
-    """sha256 of every result file below `out`; checkpoints carry digests of their own."""
-    found = {}
-    for path in sorted(out.rglob("*")):
-        inside = path.relative_to(out)
-        if path.is_file() and "checkpoints" not in inside.parts and not inside.name.startswith(NOT_DIGESTED):
-            with path.open("rb") as file:
-                found[inside.as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
-    return found
-
-
 def _warnings(groups: dict[str, dict[str, Any]]) -> list[str]:
-    """A sentence for each kind of thing that differs between groups."""
+    """A sentence for each kind of thing that differs between groups, and for each group that was continued by another process."""
     found = []
-    for name in ("versions", "device", "flags", "git_commit"):
+    for name in COMPARED:
         values = {str(group.get(name)) for group in groups.values()}
         if len(values) > 1:
-            found.append(f"Groups were made with different {name.replace('_', ' ')}: equal bytes are not to be expected.")
+            found.append(f"Groups were made with different {_words(name)}: equal bytes are not to be expected.")
+    for group, made in groups.items():
+        if different := [_words(name) for name in COMPARED for one in made.get("earlier", ()) if one.get(name) != made.get(name)]:
+            found.append(
+                f"{group} was begun with other {' and '.join(dict.fromkeys(different))} than it ended with: its bytes may "
+                "differ from those of an undisturbed run."
+            )
     return found
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def write_group_manifest(folder: Path, seconds: dict[str, float], made_by: list[dict[str, Any]]) -> None:
+    """A finished group's manifest.json: what computed it, for how long, and the digest of every file.
+
+    A file that is missing keeps the digest that it had, so that it stays missed.
+    """
+    path = folder / "manifest.json"
+    try:
+        known = results.read_sealed(path).get("digests", {}) if path.exists() else {}
+    except ValueError:
+        known = {}
+    value = made_by[-1] | {"earlier": made_by[:-1], "seconds": seconds, "digests": known | integrity.digests(folder)}
+    results.write_json(path, results.seal(value))
 
 
 def write_manifest(out: Path, preset: str, corpus: Any) -> None:
     """OUT/manifest.json, from the groups' own manifests; `write_digests` completes it once the report is written."""
-    groups = {path.parent.name: results.read_json(path) for path in sorted(out.glob("groups/*/manifest.json"))}
+    groups = {path.parent.name: results.read_sealed(path) for path in sorted(out.glob("groups/*/manifest.json"))}
     described = {
         "name": corpus.name,
         "sha256": corpus.sha256,
@@ -80,12 +92,7 @@ def write_manifest(out: Path, preset: str, corpus: Any) -> None:
         "unknown_share": dict(corpus.unknown_share),
         "notes": list(corpus.notes),
     }
-    value = describe_process() | {"preset": preset, "corpus": described, "warnings": _warnings(groups), "groups": groups}
-    results.write_json(out / "manifest.json", value)
-
-
-def write_digests(out: Path) -> None:
-    """The sha256 of every result file, added to OUT/manifest.json where there is one."""
-    path = out / "manifest.json"
-    if path.exists():
-        results.write_json(path, results.read_json(path) | {"digests": _digests(out)})
+    warnings = _warnings(groups)
+    groups = {name: {key: made[key] for key in made if key not in ("digests", "sha256")} for name, made in groups.items()}
+    value = describe_process() | {"preset": preset, "corpus": described, "warnings": warnings, "groups": groups}
+    results.write_json(out / "manifest.json", results.seal(value))

@@ -62,17 +62,14 @@ def _matrix_product_rate(config: Config) -> float:
     return 2.0 * x.size * model.hidden / fastest
 
 
-def program_bytes(config: Config) -> int:
-    """Memory of the compiled training program: its arguments, results and temporaries."""
+def training_bytes(config: Config) -> int:
+    """Memory of the compiled training program."""
     import jax
     import jax.numpy as jnp
 
-    from qkgeom_jax.group import compile_training
+    from qkgeom_jax.group import compile_training, program_bytes
 
-    tokens = jax.ShapeDtypeStruct((config.model.context + 1,), jnp.uint8)
-    memory = compile_training(config, tokens).memory_analysis()
-    held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-    return held + memory.temp_size_in_bytes
+    return program_bytes(compile_training(config, jax.ShapeDtypeStruct((config.model.context + 1,), jnp.uint8)))
 
 
 def print_plan(study: Study, corpus: Any) -> int:
@@ -85,7 +82,7 @@ def print_plan(study: Study, corpus: Any) -> int:
         # The initialisation changes neither shapes nor the program's memory.
         key = (group.model.depth, group.intervention)
         if key not in memory:
-            memory[key] = program_bytes(group)
+            memory[key] = training_bytes(group)
         done = is_done(group, study.out / "groups" / group.name)
         seconds = 0.0 if done else training_flops(group) / rate
         todo += seconds

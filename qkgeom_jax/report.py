@@ -12,8 +12,10 @@ from matplotlib.figure import Figure
 
 from qkgeom_jax import analysis, effect_figures, effect_tables, effects, figures, paper, tables
 from qkgeom_jax.analysis import GroupSeries
+from qkgeom_jax.integrity import digested, require_unchanged
 from qkgeom_jax.results import (
-    LOSS_COLUMNS, METRIC_TABLE_COLUMNS, RUN_COLUMNS, Group, collect, read_csv, read_json, write_csv, write_text,
+    LOSS_COLUMNS, METRIC_TABLE_COLUMNS, RUN_COLUMNS, Group, collect, read_csv, read_groups, read_sealed, write_csv,
+    write_text,
 )  # fmt: skip
 
 # Queries and keys part over the first several hundred optimizer steps: shorter runs show little else.
@@ -64,11 +66,7 @@ def _stated(out: Path) -> dict[str, Any]:
     """What config.json and manifest.json state; the manifest, written last, wins."""
     stated: dict[str, Any] = {}
     for name in ("config.json", "manifest.json"):
-        path = out / name
-        value = read_json(path) if path.exists() else {}
-        if not isinstance(value, dict):
-            raise ValueError(f"{path} holds a {type(value).__name__}, expected an object with names")
-        stated |= value
+        stated |= read_sealed(out / name) if (out / name).exists() else {}
     return stated
 
 
@@ -104,6 +102,10 @@ def _steps(group: Group) -> int:
     return group.config["training"]["epochs"] * group.config["training"]["steps_per_epoch"]
 
 
+def _place(group: Group) -> str:
+    return f"depth {group.key[0]}, {group.key[1]}, {group.key[2]}"
+
+
 def _remarks(groups: Sequence[Group], stated: Mapping[str, Any]) -> list[str]:
     remarks = [
         "The paper states neither width, context, optimizer nor the length of an epoch. Its values stand beside ours "
@@ -120,13 +122,19 @@ def _remarks(groups: Sequence[Group], stated: Mapping[str, Any]) -> list[str]:
     lengths = {(group.config["training"]["epochs"], group.config["training"]["steps_per_epoch"]) for group in finished}
     if len(lengths) > 1:
         remarks.append("Groups differ in the number or the length of their epochs: their slopes are not comparable.")
+    for group in finished:
+        if (decay := group.config["optimizer"].get("decay_steps")) and decay < _steps(group):
+            remarks.append(
+                f"Extended: {_place(group)}: its schedule was made for {decay:,} steps; the steps after that ran at the final "
+                "learning rate."
+            )
     if stated.get("preset") == "paper":
         remarks.append("The preset `paper` is not calibrated: the paper leaves open what it fixes.")
     corpora = sorted({group.config["corpus"]["corpus"] for group in groups} - {"wikitext103"})
     if corpora:
         remarks.append(f"The paper trained on WikiText-103, this study on {_flat(corpora)}: losses are not comparable.")
     for group in groups:
-        place = f"depth {group.key[0]}, {group.key[1]}, {group.key[2]}"
+        place = _place(group)
         if group.status != "done":
             remarks.append(
                 f"Left out, not finished: {place} ({group.status}, {group.epochs_done} of "
@@ -200,10 +208,18 @@ def _arm_results(out: Path, groups: Sequence[Group]) -> _Results:
 RESULTS = {"grid": _grid_results, "interventions": _arm_results}
 
 
+def _check_group_files(out: Path) -> None:
+    """Refuses to show numbers of a finished group that are not those that were written."""
+    for group in read_groups(out):
+        if group.status == "done":
+            require_unchanged(group.folder, ("config.json", "losses.csv", "metrics.csv"))
+
+
 def write_all(out: str | os.PathLike) -> Path:
     """Rebuild every table, figure and the report of a study; equal groups give equal bytes.
 
-    Writes runs.csv, losses.csv, metrics.csv, tables/, figures/ and report.md into `out`, each whole or not at all.
+    Writes runs.csv, losses.csv, metrics.csv, tables/, figures/ and report.md into `out`, each whole or not at all, and
+    their digests into manifest.json where there is one.
 
     Args:
       out: the study's folder, with groups/; config.json and manifest.json are used where they are.
@@ -212,14 +228,24 @@ def write_all(out: str | os.PathLike) -> Path:
       The path of report.md.
 
     Raises:
-      ValueError: `out` is no folder, or a group's file is damaged.
+      ValueError: `out` is no folder, a group's file is damaged, or the folder is of an unknown command.
       OSError: a file cannot be read or written.
     """
     out = Path(out)
     if not out.is_dir():
         raise ValueError(f"out is {str(out)!r}, which is no folder")
+    _check_group_files(out)
+    with digested(out):
+        _write_all(out)
+    return out / "report.md"
+
+
+def _write_all(out: Path) -> None:
     groups, stated = collect(out), _stated(out)
-    found = RESULTS[stated.get("command", "grid")](out, groups)
+    command = stated.get("command", "grid")
+    if command not in RESULTS:
+        raise ValueError(f"{out} holds results of the command {command!r}; allowed here: {', '.join(RESULTS)}")
+    found = RESULTS[command](out, groups)
     for name, report_table in found.tables.items():
         tables.write_table(report_table, out / "tables" / name)
     for name, figure in found.figures.items():
@@ -235,4 +261,3 @@ def write_all(out: str | os.PathLike) -> Path:
     for name, caption in found.captions.items():
         text += [f"![{name}](figures/{name}.png)", "", caption, ""]
     write_text(out / "report.md", "\n".join(text))
-    return out / "report.md"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import fcntl
+import hashlib
 import io
 import json
 import os
@@ -87,8 +88,10 @@ def write_bytes(path: str | os.PathLike, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
             os.replace(temporary, path)
-        except BaseException:
+        except BaseException as error:
             temporary.unlink(missing_ok=True)
+            if isinstance(error, OSError) and error.filename is None:  # a full disk names no file
+                raise OSError(error.errno, error.strerror, str(path)) from error
             raise
 
 
@@ -254,10 +257,31 @@ def read_json(path: str | os.PathLike) -> Any:
         raise ValueError(f"{path} is no JSON file: {error}") from error
 
 
+def seal(value: dict[str, Any]) -> dict[str, Any]:
+    """`value` with the sha256 of its own JSON; an old seal is replaced."""
+    bare = {name: item for name, item in value.items() if name != "sha256"}
+    text = json.dumps(bare, sort_keys=True, allow_nan=False)
+    return {**bare, "sha256": hashlib.sha256(text.encode()).hexdigest()}
+
+
+def read_sealed(path: Path) -> dict[str, Any]:
+    """A sealed JSON object; one from before there were seals is taken as it is.
+
+    Raises:
+      ValueError: the file is no JSON object, or not what was written.
+    """
+    value = read_json(path)
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds a {type(value).__name__}, expected an object with names")
+    if "sha256" in value and seal(value) != value:
+        raise ValueError(f"{path} is damaged: its content is not what its seal says")
+    return value
+
+
 def _read_group(folder: Path) -> Group:
     config = read_json(folder / "config.json")
     path = folder / "status.json"
-    status = read_json(path) if path.exists() else {"status": "partial", "epochs_done": 0, "diverged": {}}
+    status = read_sealed(path) if path.exists() else {"status": "partial", "epochs_done": 0, "diverged": {}}
     try:
         if status["status"] not in STATUSES:
             raise ValueError(f"{path}: status is {status['status']!r}; allowed: {', '.join(STATUSES)}")

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from qkgeom_jax import figures, paper, series_figures, series_tables, tables
-from qkgeom_jax.results import read_json, write_json, write_text
+from qkgeom_jax.integrity import digests, update_manifest
+from qkgeom_jax.results import read_json, write_text
 from qkgeom_jax.series_analysis import trajectories
 from qkgeom_jax.series_probe import UNBIASED_TOKENS
 from qkgeom_jax.series_results import Record, collect
@@ -44,31 +45,28 @@ def remarks(series: Mapping[str, Sequence[Record]]) -> list[str]:
     return found + series_tables.revision_notes(series)
 
 
-def _manifest(out: Path, series: Mapping[str, Sequence[Record]]) -> None:
-    """OUT/manifest.json but for what this process computes with, which only a measuring command knows."""
-    path = out / "manifest.json"
-    value: dict[str, Any] = read_json(path) if path.exists() else {}
-    seconds = {
+def _seconds(series: Mapping[str, Sequence[Record]]) -> dict[str, dict[str, float]]:
+    """Wall time by series and phase."""
+    return {
         name: {
             phase: round(sum((record.seconds or {}).get(phase, 0) for record in own), 3)
             for phase in ("fetch", "measure")
         }
         for name, own in series.items()
     }
-    write_json(path, value | {"seconds": seconds, "remarks": remarks(series)})
 
 
 def write_process(out: Path) -> None:
     """What this process computes with, into OUT/manifest.json."""
     from qkgeom_jax.manifest import describe_process
 
-    path, value = out / "manifest.json", describe_process()
+    value = describe_process()
     for name in READERS:
         try:
             value["versions"][name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    write_json(path, (read_json(path) if path.exists() else {}) | value)
+    update_manifest(out, value, without=["digests"])
 
 
 def _what_was_measured(series: Mapping[str, Sequence[Record]], config: Mapping[str, Any]) -> list[str]:
@@ -94,11 +92,10 @@ def write_all(out: str | os.PathLike) -> Path:
       ValueError: `out` is no folder, or a record is damaged.
       OSError: a file cannot be read or written.
     """
-    from qkgeom_jax.manifest import write_digests
-
     out = Path(out)
     if not out.is_dir():
         raise ValueError(f"out is {str(out)!r}, which is no folder")
+    update_manifest(out, {}, without=["digests"])
     series = collect(out)
     config = read_json(out / "config.json") if (out / "config.json").exists() else {}
     found = trajectories(series)
@@ -122,6 +119,6 @@ def write_all(out: str | os.PathLike) -> Path:
     text += ["", "## Figure", "", "![figure5](figures/figure5.png)", "", CAPTION, "", "## Tables", ""]
     text += [tables.to_markdown(table) for table in made.values()]
     write_text(out / "report.md", "\n".join(text))
-    _manifest(out, series)
-    write_digests(out)
+    stated = {"seconds": _seconds(series), "remarks": remarks(series)}
+    update_manifest(out, stated | {"digests": digests(out)})
     return out / "report.md"

@@ -18,11 +18,12 @@ from typing import Any
 import numpy as np
 
 from qkgeom_jax import results
+from qkgeom_jax.command import DISK_FULL, DONE, FAILED, FREE_SPACE, DiskFullError
 from qkgeom_jax.hub import HubRepository, LocalFolder, RevisionError, open_source, readable
 from qkgeom_jax.series import DEFAULT_REVISIONS, Selection, Series, choose, in_order, order_notes
 from qkgeom_jax.series_probe import Probe, ProbeError, check_windows, make_windows
 from qkgeom_jax.series_results import LAYER_COLUMNS, Record, finite, is_done, record_path, tokens_path, write_record
-from qkgeom_jax.study import DONE, FAILED, STOPPED, StopSignal, StudyError, disk_free
+from qkgeom_jax.study import StudyError, disk_free, write_config, writing
 
 Source = LocalFolder | HubRepository
 # Enough to see whether a model predicts text.
@@ -121,13 +122,10 @@ def prepare(study: SeriesStudy) -> None:
     Raises:
       StudyError: as `settle`, or the folder cannot be written.
     """
-    value, path = settle(study), study.out / "config.json"
-    try:
-        if not path.exists() or results.read_json(path) != value:
-            results.write_json(path, value)
-        (study.out / "lock").touch()
-    except OSError as error:
-        raise StudyError(f"{study.out} cannot be written: {error.strerror}; choose another --out") from None
+    value = settle(study)
+    with writing(study.out):
+        study.out.mkdir(parents=True, exist_ok=True)
+        write_config(study.out, value)
 
 
 def _windows(study: SeriesStudy, series: Series, source: Source, checkpoint: Any) -> np.ndarray:
@@ -190,20 +188,24 @@ def _failure(error: Exception) -> tuple[str, bool]:
     return f"{type(error).__name__}: {text}", True
 
 
-def run(study: SeriesStudy, say: Callable[[str], None], stop: StopSignal) -> int:
+def run(study: SeriesStudy, say: Callable[[str], None]) -> int:
     """Measure every revision that is not done, then rebuild tables, figures and report.
+
+    It may be ended at any moment: a record says "done" only when all that belongs to it is on disk.
 
     Args:
       study: prepared.
       say: called with a line about each revision.
-      stop: asked between revisions.
 
     Returns:
-      The exit status: 0 done, 1 a revision or a series failed, 75 stopped.
+      The exit status: 0 done, 1 a revision or a series failed.
+
+    Raises:
+      DiskFullError: what was measured is kept.
     """
     from qkgeom_jax import series_report
 
-    failed = stopped = False
+    failed = False
     for note in study.probe.notes:
         say(note)
     for series in study.series:
@@ -217,8 +219,6 @@ def run(study: SeriesStudy, say: Callable[[str], None], stop: StopSignal) -> int
         record_path(study.out, series.name, "").unlink(missing_ok=True)
         order, last = order_notes(revisions), in_order(revisions)[-1]
         for place, revision in enumerate(revisions):
-            if stopped := stop.requested():
-                break
             if is_done(study.out, series.name, revision):
                 continue
             begun = Record(
@@ -231,16 +231,16 @@ def run(study: SeriesStudy, say: Callable[[str], None], stop: StopSignal) -> int
                 trace.unlink(missing_ok=True)
                 say(f"{series.name} {revision}: loss {record.loss:.3f}, {sum(record.seconds.values()):.1f} s")
             except Exception as error:
+                if getattr(error, "errno", None) in DISK_FULL:
+                    raise DiskFullError(f"{series.name} {revision}: {error}; {FREE_SPACE}") from error
                 sentence, more = _failure(error)
                 if more:
                     results.write_text(trace, traceback.format_exc())
                 write_record(study.out, dataclasses.replace(begun, error=sentence))
                 say(f"{series.name} {revision} failed: {sentence}" + (f" (all of it: {trace})" if more else ""))
                 failed = True
-        if stopped:
-            break
     series_report.write_all(study.out)
-    return STOPPED if stopped else FAILED if failed else DONE
+    return FAILED if failed else DONE
 
 
 def print_plan(study: SeriesStudy) -> int:

@@ -10,19 +10,18 @@ import contextlib
 import dataclasses
 import hashlib
 import os
+import secrets
 import shutil
-import signal
-import threading
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qkgeom_jax import results
+from qkgeom_jax import integrity, results
+from qkgeom_jax.command import DISK_FULL, DIVERGED, DONE, FAILED, FREE_SPACE, DiskFullError
 from qkgeom_jax.config import PARTS, REQUIRED_INIT, Config, override
-
-DONE, FAILED, DIVERGED, STOPPED = 0, 1, 3, 75
+from qkgeom_jax.stop import Stopped, StopSignal
 
 # What may differ between two commands on one folder without changing what the results mean: the corpus is known by
 # its sha256, wherever it lies; a chunk is only how many steps go into one call.
@@ -142,20 +141,54 @@ def _check_own_arm(group: Config, folder: Path) -> None:
         )
 
 
+def require_writable(out: Path) -> None:
+    """Refuses a results folder that could not be written, before anything is read or compiled. Writes nothing.
+
+    Raises:
+      StudyError: one sentence.
+    """
+    place = out
+    while not os.path.lexists(place):
+        place = place.parent
+    if not place.is_dir():
+        raise StudyError(f"{out} cannot be written: {place} is no folder; choose another --out")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise StudyError(f"{out} cannot be written: {place} may not be written to; choose another --out")
+
+
 def prepare(study: Study, corpus_sha256: str) -> None:
-    """Create the folder, and write config.json where the command adds to it."""
-    out = study.out
-    try:
-        (out / "groups").mkdir(parents=True, exist_ok=True)
-        probe = out / f".probe-{os.getpid()}"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise StudyError(f"{out} cannot be written: {error.strerror}; choose another --out") from None
+    """Create the folder, and write config.json where the command adds to it.
+
+    Raises:
+      StudyError: it cannot be written.
+    """
     value = {"command": study.command, "preset": study.preset, "corpus_sha256": corpus_sha256, **_shared(study.base)}
+    with writing(study.out):
+        (study.out / "groups").mkdir(parents=True, exist_ok=True)
+        write_config(study.out, value)
+
+
+@contextlib.contextmanager
+def writing(out: Path) -> Iterator[None]:
+    """A block that makes a results folder; what cannot be written is one sentence.
+
+    Raises:
+      StudyError: for any OSError of the block but that of a full disk.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno in DISK_FULL:
+            raise
+        raise StudyError(f"{out} cannot be written: {error.strerror}; choose another --out") from None
+
+
+def write_config(out: Path, value: dict[str, Any]) -> None:
+    """OUT/config.json, where it says something else or nothing yet."""
     path = out / "config.json"
     if not path.exists() or results.read_json(path) != value:
         results.write_json(path, value)
+        integrity.renew_digest(out, path.name)
 
 
 def require_results(out: Path) -> None:
@@ -179,38 +212,46 @@ def set_aside(out: Path) -> Path | None:
     return aside
 
 
-class StopSignal:
-    """SIGTERM and SIGINT ask for an end between two programs; a second one ends the process at once."""
-
-    def __init__(self) -> None:
-        self._event = threading.Event()
-
-    def requested(self) -> bool:
-        return self._event.is_set()
-
-    def _handle(self, number: int, _frame: Any) -> None:
-        if self._event.is_set():
-            os._exit(STOPPED)
-        self._event.set()
-
-    @contextlib.contextmanager
-    def installed(self) -> Iterator[StopSignal]:
-        before = {number: signal.signal(number, self._handle) for number in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            yield self
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-
 def is_done(group: Config, folder: Path) -> bool:
     """The group has nothing left to do: it has all its epochs, or no seed that could train on."""
     path = folder / "status.json"
-    if not path.exists():
+    try:
+        status = results.read_sealed(path)
+    except (FileNotFoundError, ValueError):  # a damaged one is made again
         return False
-    status = results.read_json(path)
     dead = len(status["diverged"]) == len(group.seeds)
     return status["status"] == "done" and (status["epochs_done"] >= group.training.epochs or dead)
+
+
+def _damage(folder: Path) -> dict[str, str]:
+    """What `integrity.changed` says of a finished group's files; its status and manifest are among them."""
+    name = "status.json"
+    try:
+        path = folder / name
+        if not path.exists() or results.read_sealed(path)["status"] != "done":
+            return {}
+        name = "manifest.json"
+        return integrity.changed(folder)
+    except (KeyError, ValueError):
+        return {name: "damaged"}
+
+
+def _take_away_damaged(folder: Path) -> list[str]:
+    """Moves files of a finished group that are not what was written to quarantine/; what became of them, in words.
+
+    Its tables are made again from its checkpoint, so a group that keeps none of these has to be trained again; for
+    parameters alone, which enter no table, that would be too much.
+    """
+    damage = _damage(folder)
+    tables = any(not name.startswith("params/") for name in damage)
+    if not (tables or any((folder / "checkpoints").glob("[0-9]*"))):
+        return []
+    for name, state in damage.items():
+        if state == "damaged":
+            aside = folder / "quarantine" / f"{Path(name).name}-{secrets.token_hex(4)}"
+            aside.parent.mkdir(exist_ok=True)
+            (folder / name).rename(aside)
+    return [f"{name} is {state}" for name, state in damage.items()]
 
 
 def run(study: Study, corpus: Any, progress: Any, stop: StopSignal) -> int:
@@ -219,54 +260,79 @@ def run(study: Study, corpus: Any, progress: Any, stop: StopSignal) -> int:
     A group that raises leaves its traceback in its folder, and the next one starts.
 
     Returns:
-      The exit status: 0 done, 1 a group failed, 3 only seeds diverged, 75 stopped.
-    """
-    from qkgeom_jax import group as training
-    from qkgeom_jax import report
-    from qkgeom_jax.interventions import first_update
-    from qkgeom_jax.lock import Lock
-    from qkgeom_jax.manifest import describe_process, write_digests, write_manifest
+      The exit status: 0 done, 1 a group failed, 3 only seeds diverged.
 
-    failed, diverged, stopped = [], [], False
+    Raises:
+      Stopped: a signal asked for an end.
+      LockedError: another process trains one of the groups.
+      DiskFullError: what was finished is kept.
+    """
+    from qkgeom_jax import report
+    from qkgeom_jax.lock import Lock
+    from qkgeom_jax.manifest import write_manifest
+
+    failed, diverged = [], []
     for group in study.groups:
         folder = study.out / "groups" / group.name
-        if is_done(group, folder):
-            progress.skip(group)
-            diverged += results.read_json(folder / "status.json")["diverged"]
-            continue
         folder.mkdir(exist_ok=True)
         with Lock(folder / "lock"):
+            damage = _take_away_damaged(folder)
+            if is_done(group, folder) and not damage:
+                progress.skip(group)
+                diverged += results.read_sealed(folder / "status.json")["diverged"]
+                continue
             progress.begin(group)
-            (folder / "params").mkdir(exist_ok=True)
-            (folder / "error.txt").unlink(missing_ok=True)
-            acts = {"first_update": first_update(group.intervention, group)}
-            if group.intervention != "none" and acts["first_update"] is None:
-                progress.note(f"{group.name} never acts: it falls due after the last of {group.training.steps} steps")
-            stated = {"corpus_sha256": corpus.sha256} | acts | _own_arm(group)
-            results.write_json(folder / "config.json", group.to_dict() | stated)
+            for what in damage:
+                progress.note(f"{group.name}: {what}; made again from its checkpoint")
             try:
-                outcome = training.train_group(group, folder, corpus, progress, stop.requested, study.keep_epochs)
-            except training.Stopped:
-                stopped = True
-                break
+                outcome = _run_group(study, group, folder, corpus, progress, stop)
+            except Stopped:
+                raise
             except Exception as error:
-                results.write_text(folder / "error.txt", traceback.format_exc())
-                results.write_json(folder / "status.json", training.status_value("failed", 0, {}))
-                progress.note(f"{group.name} failed: {_first_line(error)} (all of it: {folder / 'error.txt'})")
+                if getattr(error, "errno", None) in DISK_FULL:  # neither a traceback nor another group could be written
+                    raise DiskFullError(f"{group.name}: {_first_line(error)}; {FREE_SPACE}") from error
+                _write_failure(group, folder, progress, error)
                 failed.append(group.name)
                 continue
-            results.write_json(folder / "manifest.json", describe_process() | {"seconds": outcome.phases})
-            status = training.status_value("done", group.training.epochs, outcome.diverged)
-            results.write_json(folder / "status.json", status)
             diverged += outcome.diverged
             if len(outcome.diverged) == len(group.seeds):
                 progress.note(f"{group.name}: every seed diverged; nothing of it enters the tables")
-    if stopped:  # at once: the tables wait for the command that goes on, or for --figures
-        return STOPPED
+    progress.phase("writing tables and figures")
     write_manifest(study.out, study.preset, corpus)
     report.write_all(study.out)
-    write_digests(study.out)
+    if failed:
+        progress.note(
+            f"{len(failed)} of {len(study.groups)} groups failed: {', '.join(failed)}; the same command tries them again, and "
+            "leaves the others as they are"
+        )
     return FAILED if failed else DIVERGED if diverged else DONE
+
+
+def _run_group(study: Study, group: Config, folder: Path, corpus: Any, progress: Any, stop: StopSignal) -> Any:
+    """One group from where it stands to its end; its outcome."""
+    from qkgeom_jax import group as training
+    from qkgeom_jax.interventions import first_update
+    from qkgeom_jax.manifest import write_group_manifest
+
+    (folder / "params").mkdir(exist_ok=True)
+    (folder / "error.txt").unlink(missing_ok=True)
+    acts = {"first_update": first_update(group.intervention, group)}
+    if group.intervention != "none" and acts["first_update"] is None:
+        progress.note(f"{group.name} never acts: it falls due after the last of {group.training.steps} steps")
+    stated = {"corpus_sha256": corpus.sha256} | acts | _own_arm(group)
+    results.write_json(folder / "config.json", group.to_dict() | stated)
+    outcome = training.train_group(group, folder, corpus, progress, stop, study.keep_epochs)
+    write_group_manifest(folder, outcome.phases, outcome.made_by)
+    results.write_json(folder / "status.json", training.status_value("done", group.training.epochs, outcome.diverged))
+    return outcome
+
+
+def _write_failure(group: Config, folder: Path, progress: Any, error: Exception) -> None:
+    from qkgeom_jax.group import status_value
+
+    results.write_text(folder / "error.txt", traceback.format_exc())
+    results.write_json(folder / "status.json", status_value("failed", 0, {}))
+    progress.note(f"{group.name} failed: {_first_line(error)} (all of it: {folder / 'error.txt'})")
 
 
 def _first_line(error: BaseException) -> str:

@@ -326,14 +326,28 @@ def test_the_plan_says_the_bytes_and_writes_nothing(series, tmp_path, text, caps
     assert "run: 5 revisions (2 done)" in capsys.readouterr().out
 
 
-def test_a_stop_ends_between_revisions_and_the_same_command_goes_on(series, tmp_path, text, monkeypatch):
+STOP_AT_THE_THIRD = """
+import os, signal, sys, time
+from qkgeom_jax import series_study
+from qkgeom_jax.cli_checkpoints import checkpoints
+measure = series_study._measure
+def measure_or_stop(study, series, source, begun, last):
+    if begun.place == 2:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+    return measure(study, series, source, begun, last)
+series_study._measure = measure_or_stop
+checkpoints(sys.argv[1:])
+"""
+
+
+def test_a_signal_ends_a_measurement_and_the_same_command_goes_on(series, tmp_path, text):
     whole, out = tmp_path / "whole", tmp_path / "out"
     command(series, whole, text)
-    asked = iter([False, False, True])
-    with monkeypatch.context() as stopped:
-        stopped.setattr("qkgeom_jax.study.StopSignal.requested", lambda self: next(asked))
-        command(series, out, text, status=75)
-    assert [row["revision"] for row in rows(out)] == ["step0", "step1"]
+    given = [f"--model={series}", f"--out={out}", f"--text={text}", "--tokens=64", "--context=16"]
+    done = subprocess.run([sys.executable, "-c", STOP_AT_THE_THIRD, *given], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 75 and done.stderr.endswith("stopped; the same command goes on from here\n")
+    assert sorted(path.stem for path in (out / "revisions/run").glob("*.json")) == ["step0", "step1"]
     command(series, out, text)
     assert contents(out) == contents(whole)
 
