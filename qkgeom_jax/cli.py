@@ -131,10 +131,8 @@ def _execute(wanted: study.Study, settings: dict[str, Any], stop: StopSignal) ->
 
         return print_status(wanted)
     if settings["figures"]:
-        from qkgeom_jax import report
-
         study.require_results(wanted.out)
-        print(report.write_all(wanted.out))
+        print(study.write_report(wanted))
         return command.DONE
     if settings["verify"] is not None:
         from qkgeom_jax.integrity import print_verification

@@ -23,6 +23,7 @@ class Lock:
 
     Args:
       path: the lock file, created where missing; its folder must exist. A symbolic link is refused.
+      wait: until another holder has released it, instead of raising.
 
     Raises:
       LockedError: at once, when another `Lock`, in this process or any other, holds the same file.
@@ -39,12 +40,12 @@ class Lock:
     >>> Lock(path).release()
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], wait: bool = False) -> None:
         self.path = Path(path)
         # O_NOFOLLOW: writing the holder's name through a link would empty whatever the link points at.
         self._file: int | None = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
             started = datetime.datetime.now(datetime.timezone.utc).isoformat(sep=" ", timespec="seconds")
             holder = {"pid": os.getpid(), "host": socket.gethostname(), "started": started}
             os.ftruncate(self._file, 0)

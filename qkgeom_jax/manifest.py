@@ -82,7 +82,7 @@ def write_group_manifest(folder: Path, seconds: dict[str, float], made_by: list[
 
 
 def write_manifest(out: Path, preset: str, corpus: Any) -> None:
-    """OUT/manifest.json, from the groups' own manifests; `write_digests` completes it once the report is written."""
+    """OUT/manifest.json, from the groups' own manifests; `report.write_all` adds the digests of what it writes."""
     groups = {path.parent.name: results.read_sealed(path) for path in sorted(out.glob("groups/*/manifest.json"))}
     described = {
         "name": corpus.name,

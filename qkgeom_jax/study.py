@@ -21,6 +21,7 @@ from typing import Any
 from qkgeom_jax import integrity, results
 from qkgeom_jax.command import DISK_FULL, DIVERGED, DONE, FAILED, FREE_SPACE, DiskFullError
 from qkgeom_jax.config import PARTS, REQUIRED_INIT, Config, override
+from qkgeom_jax.lock import Lock
 from qkgeom_jax.stop import Stopped, StopSignal
 
 # What may differ between two commands on one folder without changing what the results mean: the corpus is known by
@@ -267,10 +268,6 @@ def run(study: Study, corpus: Any, progress: Any, stop: StopSignal) -> int:
       LockedError: another process trains one of the groups.
       DiskFullError: what was finished is kept.
     """
-    from qkgeom_jax import report
-    from qkgeom_jax.lock import Lock
-    from qkgeom_jax.manifest import write_manifest
-
     failed, diverged = [], []
     for group in study.groups:
         folder = study.out / "groups" / group.name
@@ -298,14 +295,27 @@ def run(study: Study, corpus: Any, progress: Any, stop: StopSignal) -> int:
             if len(outcome.diverged) == len(group.seeds):
                 progress.note(f"{group.name}: every seed diverged; nothing of it enters the tables")
     progress.phase("writing tables and figures")
-    write_manifest(study.out, study.preset, corpus)
-    report.write_all(study.out)
+    write_report(study, corpus)
     if failed:
         progress.note(
             f"{len(failed)} of {len(study.groups)} groups failed: {', '.join(failed)}; the same command tries them again, and "
             "leaves the others as they are"
         )
     return FAILED if failed else DIVERGED if diverged else DONE
+
+
+def write_report(study: Study, corpus: Any | None = None) -> Path:
+    """Rebuild tables, figures and report from the groups, and with a corpus the manifest; the path of report.md.
+
+    One process at a time: whoever comes last shows the groups of all.
+    """
+    from qkgeom_jax import report
+    from qkgeom_jax.manifest import write_manifest
+
+    with Lock(study.out / "lock", wait=True):
+        if corpus is not None:
+            write_manifest(study.out, study.preset, corpus)
+        return report.write_all(study.out)
 
 
 def _run_group(study: Study, group: Config, folder: Path, corpus: Any, progress: Any, stop: StopSignal) -> Any:

@@ -1,4 +1,7 @@
-"""Strict numerics for every test, and one compile cache for all of them and the processes they start."""
+"""Strict numerics for every test, and one compile cache for all of them and the processes they start.
+
+`--faults` adds the long variants of tests/faults.
+"""
 
 import atexit
 import os
@@ -16,3 +19,14 @@ import jax  # noqa: E402
 
 # An implicit rank promotion is an error, not a broadcast.
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--faults", action="store_true", help="the long variants of tests/faults, too: half an hour")
+
+
+def pytest_collection_modifyitems(config, items):
+    long = [item for item in items if item.get_closest_marker("faults")]
+    if long and not config.getoption("--faults"):
+        config.hook.pytest_deselected(items=long)
+        items[:] = [item for item in items if item not in long]
