@@ -136,7 +136,8 @@ def train_group(
     """Train, measure and save one group in its folder, from its newest sound checkpoint on.
 
     Files of an epoch are written before its checkpoint: after a kill in between, the epoch is trained again and gives
-    the same bytes. Short of memory, half as many seeds go together, from the newest checkpoint on.
+    the same bytes. Short of memory, half as many seeds go together, from the newest checkpoint on: equal up to rounding,
+    because XLA makes another program of another number of seeds.
 
     Args:
       config: the group; its vocabulary is the corpus's.

@@ -287,7 +287,7 @@ def run(study: Study, corpus: Any, progress: Any, stop: StopSignal) -> int:
                 raise
             except Exception as error:
                 if getattr(error, "errno", None) in DISK_FULL:  # neither a traceback nor another group could be written
-                    raise DiskFullError(f"{group.name}: {_first_line(error)}; {FREE_SPACE}") from error
+                    raise DiskFullError(f"{group.name}: {_last_good(error, folder)}; {FREE_SPACE}") from error
                 _write_failure(group, folder, progress, error)
                 failed.append(group.name)
                 continue
@@ -335,6 +335,15 @@ def _run_group(study: Study, group: Config, folder: Path, corpus: Any, progress:
     write_group_manifest(folder, outcome.phases, outcome.made_by)
     results.write_json(folder / "status.json", training.status_value("done", group.training.epochs, outcome.diverged))
     return outcome
+
+
+def _last_good(error: Exception, folder: Path) -> str:
+    """What could not be written, and from which step on the group will be trained again."""
+    if not isinstance(error, OSError):  # a CheckpointError says both
+        return _first_line(error)
+    steps = [int(path.name) for path in (folder / "checkpoints").glob("[0-9]*") if path.name.isdigit()]
+    good = f"the last good step is {max(steps)}" if steps else "there is no good step"
+    return f"{error.filename}: {error.strerror} ({disk_free(folder) / 1e6:.1f} MB free); {good}"
 
 
 def _write_failure(group: Config, folder: Path, progress: Any, error: Exception) -> None:

@@ -4,10 +4,6 @@ import hashlib
 import json
 import os
 import re
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -235,48 +231,3 @@ def test_an_unwritable_place_is_refused(corpus, tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
         grid(arguments(corpus, tmp_path / "file" / "o"))
     assert stop.value.code == 2 and "cannot be written" in capsys.readouterr().err
-
-
-# Interruptions, in processes of their own
-
-
-def start(corpus, out, **options):
-    command = [sys.executable, str(ROOT / "experiments/grid.py"), *arguments(corpus, out)]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, **options)
-
-
-def wait_for(process, pattern, seconds=120):
-    """Read the process's messages until one matches."""
-    until = time.monotonic() + seconds
-    for line in process.stderr:
-        if re.search(pattern, line):
-            return
-        assert time.monotonic() < until
-    raise AssertionError(f"ended before {pattern!r}")
-
-
-@pytest.mark.slow
-def test_killed_twice_the_same_command_ends_with_the_same_bytes(finished, corpus, tmp_path):
-    for pattern in (r"epoch 1/2", r"\[3/4\]"):
-        process = start(corpus, tmp_path / "o")
-        wait_for(process, pattern)
-        process.kill()
-        process.communicate()
-    process = start(corpus, tmp_path / "o")
-    process.communicate(timeout=300)
-    assert process.returncode == 0
-    assert contents(tmp_path / "o", (".csv", ".npz")) == contents(finished, (".csv", ".npz"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_with_status_75_and_the_command_goes_on(finished, corpus, tmp_path, number):
-    process = start(corpus, tmp_path / "o")
-    wait_for(process, r"epoch 1/2")
-    process.send_signal(number)
-    _, messages = process.communicate(timeout=120)
-    assert process.returncode == 75 and "the same command goes on" in messages
-    process = start(corpus, tmp_path / "o")
-    process.communicate(timeout=300)
-    assert process.returncode == 0
-    assert contents(tmp_path / "o", (".csv", ".npz")) == contents(finished, (".csv", ".npz"))
