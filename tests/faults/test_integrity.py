@@ -140,7 +140,8 @@ def test_verify_says_what_it_cannot_compare(whole, tmp_path, capsys):
 def damage_cases(whole, long):
     group = faulty.GROUPS[1]
     names = [name for name in result_files(whole) if name.parts[0] != "groups" or group in name.parts]
-    return list(itertools.product(names, ACTIONS)) if long else [(name, flip) for name in names]
+    few = ("metrics.csv", "epoch_002.npz", "status.json", "table4.csv")
+    return list(itertools.product(names, ACTIONS)) if long else [(name, flip) for name in names if name.name in few]
 
 
 def check_results(whole, corpus, tmp_path, capfd, long):

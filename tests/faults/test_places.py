@@ -89,6 +89,7 @@ def test_a_results_folder_goes_elsewhere(corpus, tmp_path, whole, capfd):
     faulty.assert_same(tmp_path / "moved", whole)
 
 
+@pytest.mark.faults
 def test_a_paused_process_that_is_stopped_from_a_terminal(corpus, tmp_path, whole):
     """Suspended and woken again, as by Ctrl-Z and fg."""
     process = faulty.start("train:2:0:SIGTSTP", corpus, tmp_path)
