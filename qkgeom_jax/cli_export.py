@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from qkgeom_jax import command, flags
+from qkgeom_jax import command, flags, study
 from qkgeom_jax.stop import StopSignal
 
 
@@ -23,6 +23,7 @@ def export(argv: Sequence[str] | None = None) -> int:
 
     def work(_stop: StopSignal) -> int:
         given = parser.parse_args(argv)
+        study.require_writable(Path(given.to).absolute(), "--to")
         from qkgeom_jax.pretrained.export import export as write
 
         folders = write(

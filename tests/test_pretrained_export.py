@@ -17,6 +17,7 @@ from qkgeom_jax.config import override
 from qkgeom_jax.corpus import load_corpus
 from qkgeom_jax.group import write_params
 from qkgeom_jax.initializers import make_params
+from qkgeom_jax.integrity import digests, update_manifest
 
 ROOT = Path(__file__).parents[1]
 GROUP = "depth2-independent-none"
@@ -193,8 +194,21 @@ def test_a_folder_without_groups_and_a_place_that_cannot_be_written(study, tmp_p
         cli_export.export([str(tmp_path), f"--to={tmp_path / 'to'}"])
     assert "holds no groups of a study" in capsys.readouterr().err
     (tmp_path / "file").touch()
-    assert cli_export.export([str(study[0]), f"--to={tmp_path / 'file'}"]) == 1
-    assert "cannot be written" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        cli_export.export([str(study[0]), f"--to={tmp_path / 'file'}"])
+    assert "file is no folder; choose another --to" in capsys.readouterr().err
+
+
+def test_parameters_that_are_not_what_was_written_are_refused(study, tmp_path):
+    out, config, _, stacks = study
+    results.write_json(tmp_path / "config.json", config.to_dict())
+    path = tmp_path / "params/epoch_002.npz"
+    write_params(path, stacks[2])
+    update_manifest(tmp_path, {"digests": digests(tmp_path)})
+    pretrained.open_checkpoint(path, seed=3)
+    write_params(path, stacks[0])
+    with pytest.raises(pretrained.CheckpointFormatError, match="epoch_002.npz is damaged: it is not what was written"):
+        pretrained.open_checkpoint(path, seed=3)
 
 
 def test_a_diverged_seed_is_refused(study, tmp_path, capsys):

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from qkgeom_jax.config import Config, ModelConfig, from_dict
+from qkgeom_jax.integrity import require_unchanged
 from qkgeom_jax.model import LAYER_NORM_EPSILON
 from qkgeom_jax.pretrained.tensors import CheckpointFormatError, read_object
 
@@ -32,7 +33,7 @@ def read_params(path: Path, config: Config, seed: int | None = None) -> dict[str
     """One seed's parameters, named by their paths in the tree (``blocks/attention/query``).
 
     Raises:
-      CheckpointFormatError: the file is missing or damaged, or has other seeds.
+      CheckpointFormatError: the file is missing or damaged, is not what its group's manifest says, or has other seeds.
     """
     seed = config.seeds[0] if seed is None else seed
     if seed not in config.seeds:
@@ -45,6 +46,10 @@ def read_params(path: Path, config: Config, seed: int | None = None) -> dict[str
         raise CheckpointFormatError(f"{path} is missing") from None
     except (OSError, ValueError, TypeError, EOFError, NotImplementedError, zlib.error, zipfile.BadZipFile) as error:
         raise CheckpointFormatError(f"{path} is no readable npz file ({error})") from None
+    try:
+        require_unchanged(path.parent.parent, [f"{path.parent.name}/{path.name}"])
+    except ValueError as error:
+        raise CheckpointFormatError(str(error)) from None
     at = config.seeds.index(seed)
     for name, value in stacked.items():
         if value.ndim < 2 or len(value) != len(config.seeds):
