@@ -43,6 +43,12 @@ def arm_name(intervention: str) -> str:
     return intervention.rpartition(":")[2]
 
 
+def split_dose(arm: str) -> tuple[str, str | None]:
+    """An arm without its dose, and the dose as text: None where it has that of the configuration."""
+    name, at, dose = arm.partition("@")
+    return name, dose if at else None
+
+
 def _require(condition: bool, field: str, got: Any, allowed: str) -> None:
     if not condition:
         raise ValueError(f"{field} is {got!r}; allowed: {allowed}")
@@ -232,15 +238,15 @@ class Config:
 
     def _check_intervention(self) -> None:
         file, _, own = self.intervention.rpartition(":")
-        name, at, dose = own.partition("@")
+        name, dose = split_dose(own)
         if file:
             known = file.endswith(".py") and own.isidentifier() and own not in INTERVENTIONS
         else:
-            known = name in DOSES if at else name in INTERVENTIONS
+            known = name in (INTERVENTIONS if dose is None else DOSES)
         doses = ", ".join(f"{arm}@DOSE" for arm in DOSES)
         allowed = f"{', '.join(INTERVENTIONS)}, {doses}, or FILE.py:name with another name"
         _require(known, "intervention", self.intervention, allowed)
-        if at:
+        if dose is not None:
             try:
                 dataclasses.replace(self.manipulation, **{DOSES[name]: float(dose)})
             except ValueError as error:

@@ -10,7 +10,7 @@ import numpy as np
 
 from qkgeom_jax import paper
 from qkgeom_jax.analysis import mean_sd
-from qkgeom_jax.config import REQUIRED_INIT
+from qkgeom_jax.config import REQUIRED_INIT, split_dose
 from qkgeom_jax.effects import MOST_SEEDS, QUANTITIES, SIGNED, Arm, Comparison, effect
 from qkgeom_jax.results import write_csv
 from qkgeom_jax.tables import INIT_LABELS, Column, ReportTable
@@ -37,9 +37,9 @@ IDLE_NOTE = "†: falls due only after the run's end; it never acted."
 
 def label(arm: Arm) -> str:
     """An arm as tables and figures write it; a dose stands after @, and a mark says that it never acted."""
-    name, at, dose = arm.name.partition("@")
+    name, dose = split_dose(arm.name)
     idle = "" if arm.acts or arm.name == "none" else IDLE
-    return ARM_LABELS.get(name, name) + at + dose + idle
+    return ARM_LABELS.get(name, name) + (f"@{dose}" if dose else "") + idle
 
 
 def _idle_notes(arms: Sequence[Arm]) -> list[str]:
@@ -137,7 +137,7 @@ def effects_table(comparisons: Sequence[Comparison]) -> ReportTable:
 
 def dose_points(comparisons: Sequence[Comparison], arm: str) -> list[Comparison]:
     """The comparisons of an arm at all its doses, the weakest first."""
-    own = [c for c in comparisons if c.arm.name.partition("@")[0] == arm and c.against == c.arm.init]
+    own = [c for c in comparisons if split_dose(c.arm.name)[0] == arm and c.against == c.arm.init]
     return sorted(own, key=lambda c: (c.arm.depth, c.arm.init, c.arm.dose))
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from scipy import stats
 
 from qkgeom_jax.analysis import GroupSeries, finished_groups
-from qkgeom_jax.config import DOSES, INTERVENTIONS, REQUIRED_INIT
+from qkgeom_jax.config import DOSES, INTERVENTIONS, REQUIRED_INIT, split_dose
 from qkgeom_jax.results import Group, Table, select
 
 # The three whose signs make up the paper's confidence, and the loss that it reports beside them.
@@ -163,7 +163,7 @@ def _losses(losses: Table, series: GroupSeries, name: str) -> np.ndarray:
 
 def _order(name: str) -> tuple[int, str, float]:
     """Baseline, the paper's arms, the user's own; a weaker or stronger dose follows its arm."""
-    arm, _, dose = name.partition("@")
+    arm, dose = split_dose(name)
     place = INTERVENTIONS.index(arm) if arm in INTERVENTIONS else len(INTERVENTIONS)
     return place, arm, float(dose) if dose else -1.0
 
@@ -185,13 +185,13 @@ def finished_arms(groups: Sequence[Group], metrics: Table, losses: Table, runs: 
     for name in sorted({group.key[2] for group in groups}, key=_order):
         for series in finished_groups(metrics, runs, name):
             config = stated[series.depth, series.init, name]
-            paper_arm, _, dose = name.partition("@")
-            if paper_arm in DOSES and not dose:
+            paper_arm, dose = split_dose(name)
+            if paper_arm in DOSES and dose is None:
                 dose = config["manipulation"][DOSES[paper_arm]]
             values = {"val_loss": _losses(losses, series, name)} | {q: series.values[q] for q in SIGNED}
             acts = name != "none" and config.get("first_update", 1) is not None
             arms.append(Arm(
-                series.depth, series.init, name, acts, None if dose == "" else float(dose), series.seeds, series.epochs,
+                series.depth, series.init, name, acts, None if dose is None else float(dose), series.seeds, series.epochs,
                 values,
             ))  # fmt: skip
     return sorted(arms, key=lambda arm: (arm.depth, arm.init != "independent", arm.init))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from qkgeom_jax.config import INITIALIZATIONS, INTERVENTIONS, PARTS, PRESETS, Config, did_you_mean, override
+from qkgeom_jax.config import INITIALIZATIONS, INTERVENTIONS, PARTS, PRESETS, Config, did_you_mean, override, split_dose
 
 # Set by the grid (--depths, --inits) or found in the corpus.
 NOT_FLAGS = {"depth", "init", "vocabulary"}
@@ -186,7 +186,7 @@ def resolve(preset: str, toml: dict[str, Any], flags: dict[str, Any]) -> Config:
 
 def _arm(text: str) -> str:
     """An arm: one of the paper's, one with a dose, or FILE.py:name; what else is wrong with it, `Config` says."""
-    if ":" not in text and text.partition("@")[0] not in INTERVENTIONS:
+    if ":" not in text and split_dose(text)[0] not in INTERVENTIONS:
         allowed = f"all, {', '.join(INTERVENTIONS)}, FILE.py:name"
         raise argparse.ArgumentTypeError(f"{text!r}; allowed: {allowed}{did_you_mean(text, ('all', *INTERVENTIONS))}")
     return text

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import optax
 
-from qkgeom_jax.config import DOSES, INTERVENTIONS, Config, did_you_mean, override
+from qkgeom_jax.config import DOSES, INTERVENTIONS, Config, did_you_mean, override, split_dose
 from qkgeom_jax.interventions.leaves import Leaves, on
 from qkgeom_jax.interventions.pieces import When, at, between, every
 from qkgeom_jax.interventions.table2 import forced_k_contraction, k_spectrum_clamp, qk_align, qk_decouple
@@ -41,8 +41,8 @@ def _schedule(name: str, config: Config) -> When:
 
 
 def _paper_arm(name: str, config: Config) -> optax.GradientTransformation | Pair:
-    name, at_dose, dose = name.partition("@")
-    if at_dose:
+    name, dose = split_dose(name)
+    if dose is not None:
         config = override(config, **{DOSES[name]: float(dose)})
     settings, when = config.manipulation, _schedule(name, config)
     query, key = _kernel("query", config), _kernel("key", config)
@@ -139,7 +139,7 @@ def first_update(name: str, config: Config) -> int | None:
     """
     if ":" in name:
         return 1
-    name = name.partition("@")[0]
+    name, _ = split_dose(name)
     if name == "none":
         return None
     due = np.flatnonzero(_schedule(name, config)(np.arange(1, config.training.steps + 1)))
