@@ -47,5 +47,10 @@ def run(parser: flags.Parser, work: Callable[[StopSignal], int]) -> int:
         return FAILED
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """Python's own error, or XLA's, which is known by its words."""
+    return isinstance(error, MemoryError) or any(words in str(error) for words in ("RESOURCE_EXHAUSTED", "Out of memory"))
+
+
 def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)

@@ -24,7 +24,8 @@ INTERVENTIONS = (
 REQUIRED_INIT = {"qk_decouple": "qk_identical"}
 # Arms with a dose, written ARM@DOSE, and the field of `InterventionConfig` that the dose stands for.
 DOSES = {"k_spectrum_clamp": "clamp_strength", "forced_k_contraction": "contraction_factor"}
-MAXIMUM_SEED = 2**31 - 1
+MAXIMUM_SEED = MAXIMUM_COUNT = 2**31 - 1
+MAXIMUM_ELEMENTS = 2**47  # half a petabyte
 
 
 def option(default: Any, text: str, *, recompiles: bool = False) -> Any:
@@ -57,6 +58,8 @@ def _require(condition: bool, field: str, got: Any, allowed: str) -> None:
 def _require_count(field: str, got: Any, least: int = 1) -> None:
     whole = isinstance(got, int) and not isinstance(got, bool)
     _require(whole and got >= least, field, got, f"a whole number of at least {least}")
+    # Steps and token positions are 32-bit on the device.
+    _require(got <= MAXIMUM_COUNT, field, got, f"a whole number of at most {MAXIMUM_COUNT}")
 
 
 def _require_number(field: str, got: Any, *, positive: bool = False, below: float = math.inf) -> None:
@@ -143,6 +146,8 @@ class TrainingConfig:
     def __post_init__(self) -> None:
         for name in ("batch", "epochs", "steps_per_epoch", "chunk"):
             _require_count(name, getattr(self, name))
+
+        _require(self.steps <= MAXIMUM_COUNT, "epochs", self.epochs, f"at most {MAXIMUM_COUNT} steps in all")
 
     @property
     def steps(self) -> int:
@@ -234,7 +239,20 @@ class Config:
             whole = isinstance(seed, int) and not isinstance(seed, bool)
             _require(whole and 0 <= seed <= MAXIMUM_SEED, "seeds", seed, f"whole numbers from 0 to {MAXIMUM_SEED}")
         _require(len(set(self.seeds)) == len(self.seeds), "seeds", self.seeds, "each seed once")
+        self._check_sizes()
         self._check_intervention()
+
+    def _check_sizes(self) -> None:
+        """Refuses what XLA would end the process for: an array whose size overflows."""
+        model, tokens = self.model, max(self.training.batch * self.model.context, self.evaluation.probe_tokens)
+        activations = max(model.hidden, model.heads * model.context, model.vocabulary)
+        elements = {
+            "width": model.depth * model.width * max(model.hidden, model.vocabulary),
+            "batch, context or probe": model.depth * tokens * activations,
+        }
+        for what, count in elements.items():
+            if len(self.seeds) * count > MAXIMUM_ELEMENTS:
+                raise ValueError(f"{what} is too large: an array would have {len(self.seeds) * count:.1e} elements")
 
     def _check_intervention(self) -> None:
         file, _, own = self.intervention.rpartition(":")

@@ -17,6 +17,7 @@ import numpy as np
 
 from qkgeom_jax import ensemble, evaluate, optim, results
 from qkgeom_jax.checkpoint import Checkpoints
+from qkgeom_jax.command import is_out_of_memory
 from qkgeom_jax.config import INITIALIZATIONS, Config, override
 from qkgeom_jax.corpus import Corpus
 from qkgeom_jax.history import History
@@ -157,17 +158,12 @@ def train_group(
         try:
             return _train(config, folder, corpus, progress, stop, keep_epochs, width)
         except Exception as error:
-            if not _is_out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
             if width == 1:
                 raise OutOfMemoryError(_needs(config, corpus)) from error
             width = (width + 1) // 2
             progress.note(f"{config.name}: out of memory; going on with {width} of {len(config.seeds)} seeds at a time")
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    """Python's own error, or XLA's, which is known by its first word."""
-    return isinstance(error, MemoryError) or str(error).startswith("RESOURCE_EXHAUSTED")
 
 
 def _needs(config: Config, corpus: Corpus) -> str:
@@ -176,10 +172,10 @@ def _needs(config: Config, corpus: Corpus) -> str:
         one = compile_training(override(config, seeds=config.seeds[:1]), jax.ShapeDtypeStruct(tokens.shape, tokens.dtype))
         estimate = f"the training program of one seed needs {program_bytes(one) / GIB:.2f} GiB"
     except Exception as error:
-        if not _is_out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
         estimate = "not even the program of one seed can be compiled"
-    return f"out of memory: {estimate}; a smaller --batch, --context or --width, or --rematerialise true, needs less"
+    return f"out of memory: {estimate}; a smaller --batch, --context, --width or --probe-tokens, or --rematerialise true, needs less"
 
 
 def _train(

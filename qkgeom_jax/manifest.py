@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import subprocess
@@ -16,6 +17,7 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "scip
 COMPARED = ("versions", "device", "flags", "git_commit")
 
 
+@functools.cache  # a process runs the code that it began with
 def git_commit() -> str | None:
     """The commit of the source tree that this package lies in, with "+" where it has changes; None outside one."""
     root = Path(__file__).parent.parent
@@ -23,7 +25,7 @@ def git_commit() -> str | None:
         return None
     try:
         found = [
-            subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, timeout=10, check=True).stdout
+            subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, timeout=60, check=True).stdout
             for words in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
         ]
     except (OSError, subprocess.SubprocessError):

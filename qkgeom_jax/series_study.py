@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from qkgeom_jax import results
-from qkgeom_jax.command import DISK_FULL, DONE, FAILED, FREE_SPACE, DiskFullError
+from qkgeom_jax.command import DISK_FULL, DONE, FAILED, FREE_SPACE, DiskFullError, is_out_of_memory
 from qkgeom_jax.hub import HubRepository, LocalFolder, RevisionError, open_source, readable
 from qkgeom_jax.series import DEFAULT_REVISIONS, Selection, Series, choose, in_order, order_notes
 from qkgeom_jax.series_probe import Probe, ProbeError, check_windows, make_windows
@@ -183,7 +183,7 @@ def _failure(error: Exception) -> tuple[str, bool]:
     text = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, (RevisionError, ProbeError, CheckpointFormatError)):
         return text, False
-    if isinstance(error, MemoryError) or text.startswith("RESOURCE_EXHAUSTED"):
+    if is_out_of_memory(error):
         return "out of memory; fewer --tokens, or a smaller --context, need less", False
     return f"{type(error).__name__}: {text}", True
 
