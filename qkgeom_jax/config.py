@@ -25,7 +25,7 @@ REQUIRED_INIT = {"qk_decouple": "qk_identical"}
 # Arms with a dose, written ARM@DOSE, and the field of `InterventionConfig` that the dose stands for.
 DOSES = {"k_spectrum_clamp": "clamp_strength", "forced_k_contraction": "contraction_factor"}
 MAXIMUM_SEED = MAXIMUM_COUNT = 2**31 - 1
-MAXIMUM_ELEMENTS = 2**47  # half a petabyte
+MAXIMUM_ELEMENTS = 2**45  # a hundred terabytes
 
 
 def option(default: Any, text: str, *, recompiles: bool = False) -> Any:
