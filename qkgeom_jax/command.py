@@ -53,4 +53,4 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    print(flags.printable(text), file=sys.stderr, flush=True)

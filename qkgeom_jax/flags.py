@@ -17,6 +17,11 @@ from qkgeom_jax.config import INITIALIZATIONS, INTERVENTIONS, PARTS, PRESETS, Co
 NOT_FLAGS = {"depth", "init", "vocabulary"}
 
 
+def printable(text: str) -> str:
+    """A text without the control characters by which a name could command the terminal, and without half characters."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
 class Parser(argparse.ArgumentParser):
     """Refuses abbreviations and repeated flags, and says what is wrong in one line with exit status 2."""
 
@@ -32,7 +37,7 @@ class Parser(argparse.ArgumentParser):
         return next(action.type for action in self._actions if action.dest == name) or str
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {' '.join(message.split())}\n")
+        self.exit(2, printable(f"{self.prog}: {' '.join(message.split())}\n"))
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
         words = list(sys.argv[1:] if args is None else args)
@@ -157,7 +162,9 @@ def read_toml(path: str, known: Sequence[str]) -> dict[str, Any]:
         values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"--config {path}: {error.strerror}") from None
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except RecursionError:
+        raise ValueError(f"--config {path} is nested too deeply; a flat table is wanted") from None
+    except ValueError as error:  # not UTF-8, not TOML, or a number of thousands of digits
         raise ValueError(f"--config {path} is no TOML file: {error}") from None
     for name in values:
         if name not in known:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from qkgeom_jax import analysis, effect_figures, effect_tables, effects, figures, paper, tables
 from qkgeom_jax.analysis import GroupSeries
-from qkgeom_jax.integrity import digested, require_unchanged
+from qkgeom_jax.integrity import changed, digested, require_unchanged
 from qkgeom_jax.results import (
     LOSS_COLUMNS, METRIC_TABLE_COLUMNS, RUN_COLUMNS, Group, collect, read_csv, read_groups, read_sealed, write_csv,
     write_text,
@@ -209,7 +209,9 @@ RESULTS = {"grid": _grid_results, "interventions": _arm_results}
 
 
 def _check_group_files(out: Path) -> None:
-    """Refuses to show numbers of a finished group that are not those that were written."""
+    """Refuses to show numbers of a finished group that are not those that were written, or under another configuration."""
+    if changed(out, ["config.json"]):
+        raise ValueError(f"{out / 'config.json'} is damaged: it is not what was written")
     for group in read_groups(out):
         if group.status == "done":
             require_unchanged(group.folder, ("config.json", "losses.csv", "metrics.csv"))
@@ -235,17 +237,18 @@ def write_all(out: str | os.PathLike) -> Path:
     if not out.is_dir():
         raise ValueError(f"out is {str(out)!r}, which is no folder")
     _check_group_files(out)
-    with digested(out):
-        _write_all(out)
-    return out / "report.md"
-
-
-def _write_all(out: Path) -> None:
-    groups, stated = collect(out), _stated(out)
+    stated = _stated(out)
     command = stated.get("command", "grid")
     if command not in RESULTS:
         raise ValueError(f"{out} holds results of the command {command!r}; allowed here: {', '.join(RESULTS)}")
-    found = RESULTS[command](out, groups)
+    with digested(out):
+        _write(out, stated, RESULTS[command])
+    return out / "report.md"
+
+
+def _write(out: Path, stated: Mapping[str, Any], results_of: Callable[[Path, Sequence[Group]], _Results]) -> None:
+    groups = collect(out)
+    found = results_of(out, groups)
     for name, report_table in found.tables.items():
         tables.write_table(report_table, out / "tables" / name)
     for name, figure in found.figures.items():

@@ -8,7 +8,9 @@ import fcntl
 import hashlib
 import io
 import json
+import math
 import os
+import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,7 +99,8 @@ def write_bytes(path: str | os.PathLike, data: bytes) -> None:
 
 def write_text(path: str | os.PathLike, text: str) -> None:
     """Write UTF-8 text as `write_bytes` does, whatever the locale; line ends stay as they are."""
-    write_bytes(path, text.encode("utf-8"))
+    # A name from a locale that is no UTF-8 holds lone surrogates; as \udcff they are what JSON reads back, too.
+    write_bytes(path, text.encode("utf-8", "backslashreplace"))
 
 
 def write_json(path: str | os.PathLike, value: Any) -> None:
@@ -158,6 +161,58 @@ def write_npz(path: str | os.PathLike, arrays: Mapping[str, np.ndarray]) -> None
     stream = io.BytesIO()
     np.savez(stream, allow_pickle=False, **{name: arrays[name] for name in sorted(arrays)})
     write_bytes(path, stream.getvalue())
+
+
+def read_array(path: str | os.PathLike) -> np.ndarray:
+    """The array of an npy file. No pickle is loaded, and nothing is allocated that the file does not hold.
+
+    Raises:
+      ValueError: the file is no such array; its name is said.
+      OSError: the file cannot be read.
+    """
+    try:
+        return _parse_array(Path(path).read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path} is no npy file: {error}") from None
+
+
+def read_npz(path: str | os.PathLike) -> dict[str, np.ndarray]:
+    """The arrays of a file by `write_npz`, as careful as `read_array`. A compressed file is refused.
+
+    Raises:
+      ValueError: the file is no such archive; its name is said.
+      OSError: the file cannot be read.
+    """
+    arrays = {}
+    try:
+        with zipfile.ZipFile(path) as archive:
+            members = archive.infolist()
+            if any(member.compress_type != zipfile.ZIP_STORED for member in members):
+                raise ValueError("it is compressed")
+            if sum(member.file_size for member in members) > os.path.getsize(path):
+                raise ValueError("its members claim more than it holds")
+            for member in members:
+                arrays[member.filename.removesuffix(".npy")] = _parse_array(archive.read(member))
+    except (ValueError, EOFError, NotImplementedError, RuntimeError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{path} is no readable npz file: {error}") from None
+    return arrays
+
+
+def _parse_array(content: bytes) -> np.ndarray:
+    stream = io.BytesIO(content)
+    try:
+        version = np.lib.format.read_magic(stream)
+        read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
+        shape, fortran, dtype = read(stream)
+        if dtype.hasobject or min(shape, default=0) < 0:
+            raise ValueError("it holds Python objects or a negative size")
+        if math.prod(shape) * dtype.itemsize != len(content) - stream.tell():
+            raise ValueError(f"its header claims {dtype}{list(shape)}, which is not what it holds")
+        return np.frombuffer(content, dtype, offset=stream.tell()).reshape(shape, order="F" if fortran else "C")
+    except ValueError:
+        raise
+    except Exception as error:  # a header is a Python literal, and a hostile one makes its reader raise anything
+        raise ValueError(f"its header cannot be read ({type(error).__name__})") from None
 
 
 def _read_rows(path: Path, columns: Sequence[str]) -> list[tuple[int, dict[str, str]]]:
@@ -253,6 +308,8 @@ def read_json(path: str | os.PathLike) -> Any:
     """
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ValueError(f"{path} is no JSON file of ours: nested too deeply") from None
     except ValueError as error:
         raise ValueError(f"{path} is no JSON file: {error}") from error
 
@@ -288,7 +345,7 @@ def _read_group(folder: Path) -> Group:
         diverged = {int(seed): int(step) for seed, step in status["diverged"].items()}
         group = Group(folder, config, status["status"], int(status["epochs_done"]), diverged)
         group.key, group.seeds
-    except (AttributeError, KeyError, TypeError) as error:
+    except (AttributeError, KeyError, OverflowError, TypeError) as error:
         raise ValueError(f"{folder}: config.json or status.json lacks a part: {error!r}") from error
     return group
 

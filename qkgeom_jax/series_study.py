@@ -132,7 +132,7 @@ def _windows(study: SeriesStudy, series: Series, source: Source, checkpoint: Any
     """The windows of a series: made by its first revision, and kept in OUT for all others."""
     path = tokens_path(study.out, series.name)
     if path.exists():
-        return check_windows(np.load(path, allow_pickle=False), checkpoint)
+        return check_windows(results.read_array(path), checkpoint)
     tokenizer = None
     if study.probe.ids is None:
         tokenizer = checkpoint.tokenizer()

@@ -21,6 +21,7 @@ from typing import Any
 from qkgeom_jax import integrity, results
 from qkgeom_jax.command import DISK_FULL, DIVERGED, DONE, FAILED, FREE_SPACE, DiskFullError
 from qkgeom_jax.config import PARTS, REQUIRED_INIT, Config, override
+from qkgeom_jax.flags import printable
 from qkgeom_jax.lock import Lock
 from qkgeom_jax.stop import Stopped, StopSignal
 
@@ -148,6 +149,10 @@ def require_writable(out: Path, flag: str = "--out") -> None:
     Raises:
       StudyError: one sentence.
     """
+    try:
+        str(out).encode()
+    except UnicodeEncodeError:  # from an ASCII locale; TensorStore takes UTF-8 alone
+        raise StudyError(f"{out} is not UTF-8 here; set PYTHONUTF8=1, or choose another {flag}") from None
     place = out
     while not os.path.lexists(place):
         place = place.parent
@@ -349,7 +354,7 @@ def _last_good(error: Exception, folder: Path) -> str:
 def _write_failure(group: Config, folder: Path, progress: Any, error: Exception) -> None:
     from qkgeom_jax.group import status_value
 
-    results.write_text(folder / "error.txt", traceback.format_exc())
+    results.write_text(folder / "error.txt", printable(traceback.format_exc()))
     results.write_json(folder / "status.json", status_value("failed", 0, {}))
     progress.note(f"{group.name} failed: {_first_line(error)} (all of it: {folder / 'error.txt'})")
 

@@ -69,3 +69,9 @@ def assert_same(out, whole, states=True):
             assert arrays.keys() == ours[group].keys()
             for name, array in arrays.items():
                 np.testing.assert_array_equal(ours[group][name], array, err_msg=f"{group} {name}")
+
+
+def assert_same_group(out, whole):
+    """The same of the second group alone, without its checkpoints."""
+    here, there = (contents(place / "groups" / GROUPS[1]) for place in (out, whole))
+    assert here == there
