@@ -10,6 +10,8 @@ import pytest
 
 from qkgeom_jax.cli import grid
 
+pytestmark = pytest.mark.slow
+
 
 @contextlib.contextmanager
 def files_of_at_most(size):

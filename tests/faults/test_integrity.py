@@ -9,6 +9,8 @@ import pytest
 
 from qkgeom_jax.cli import grid
 
+pytestmark = pytest.mark.slow
+
 
 def truncate(path):
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])

@@ -5,6 +5,8 @@ import random
 import faulty
 import pytest
 
+pytestmark = pytest.mark.slow
+
 # One in each phase, and then at random.
 ONE_EACH = ["compile:1:0", "train:3:0", "evaluate:2:0.05", "save:3:0.01", "replace:30:0"]
 PHASES = {"start": (1, 4.0), "compile": (3, 0.3), "train": (6, 0.03), "evaluate": (4, 0.05), "save": (6, 0.05),

@@ -12,6 +12,8 @@ import pytest
 
 from qkgeom_jax.cli import grid
 
+pytestmark = pytest.mark.slow
+
 
 def refusal(capfd, given):
     capfd.readouterr()

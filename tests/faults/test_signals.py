@@ -3,6 +3,8 @@
 import faulty
 import pytest
 
+pytestmark = pytest.mark.slow
+
 MOMENTS = ["start:1:2", "compile:1:0", "train:3:0", "evaluate:2:0", "save:2:0", "replace:20:0", "tables:1:0", "tables:1:0.5"]
 IN_CI = {("train:3:0", "SIGTERM"), ("compile:1:0", "SIGINT"), ("evaluate:2:0", "SIGINT,SIGINT")}
 CASES = [

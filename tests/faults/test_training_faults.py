@@ -11,6 +11,8 @@ import pytest
 
 from qkgeom_jax import results
 
+pytestmark = pytest.mark.slow
+
 ONE = {"inits": "independent"}
 
 
