@@ -22,15 +22,15 @@ def _make_parser(prog: str, description: str, without: Sequence[str] = ()) -> fl
     add("--inits", type=flags.INITS, metavar="LIST", help=f"query/key initialisations: {', '.join(INITIALIZATIONS)}", **none)
     add("--seeds", type=flags.SEEDS, metavar="LIST", help="seeds, all trained in one program", **none)
     add("--preset", type=flags.one_of(tuple(PRESETS)), metavar="NAME", help=f"{', '.join(PRESETS)}", **none)
-    add("--out", metavar="FOLDER", help="results folder (default: results/COMMAND-PRESET)", **none)
-    add("--config", metavar="FILE.toml", help="the same names as the flags, with _ for -; flags win", **none)
+    add("--out", type=flags.place, metavar="FOLDER", help="results folder (default: results/COMMAND-PRESET)", **none)
+    add("--config", type=flags.place, metavar="FILE.toml", help="the same names as the flags, with _ for -; flags win", **none)
     add("--keep-epochs", type=flags.one_of(("ends", "all")), metavar="WHICH",
         help="keep the parameters of the first and last epoch (ends) or of all", **none)  # fmt: skip
     doing = parser.add_mutually_exclusive_group()
     doing.add_argument("--plan", action="store_true", help="say what would run, its memory, disk and time; train nothing")
     doing.add_argument("--status", action="store_true", help="say how far the results folder has come")
     doing.add_argument("--figures", action="store_true", help="redraw tables and figures from the results folder")
-    doing.add_argument("--verify", nargs="?", const="", metavar="FOLDER",
+    doing.add_argument("--verify", nargs="?", const=True, type=flags.place, metavar="FOLDER",
         help="compare every file of a results folder (default: that of --out) with what was written")  # fmt: skip
     parser.add_argument("--fresh", action="store_true", help="move an old results folder aside and start anew")
     flags.add_config_flags(parser, without)
@@ -54,10 +54,10 @@ def _settings(parser: flags.Parser, argv: Sequence[str] | None, defaults: dict[s
     toml = flags.read_toml(given["config"], known) if "config" in given else {}
     for name in STUDY_KEYS & toml.keys():
         value = toml[name]
-        text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
         try:
+            text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
             toml[name] = parser.type_of(name)(text)
-        except argparse.ArgumentTypeError as error:
+        except (argparse.ArgumentTypeError, ValueError) as error:  # too many digits to be written
             raise ValueError(f"{name} in {given['config']}: {error}") from None
     settings = defaults | toml | given
     return settings | {"base": flags.resolve(settings["preset"], toml, {"seeds": settings["seeds"]} | given)}
@@ -132,12 +132,12 @@ def _execute(wanted: study.Study, settings: dict[str, Any], stop: StopSignal) ->
         return print_status(wanted)
     if settings["figures"]:
         study.require_results(wanted.out)
-        print(study.write_report(wanted))
+        command.tell(study.write_report(wanted))
         return command.DONE
-    if settings["verify"] is not None:
+    if settings["verify"]:
         from qkgeom_jax.integrity import print_verification
 
-        out = Path(settings["verify"] or wanted.out).absolute()
+        out = wanted.out if settings["verify"] is True else Path(settings["verify"]).absolute()
         study.require_results(out)
         return print_verification(out)
     if not settings["plan"]:
@@ -157,7 +157,7 @@ def _execute(wanted: study.Study, settings: dict[str, Any], stop: StopSignal) ->
 
     with make_progress(wanted.groups) as progress:
         status = study.run(wanted, corpus, progress, stop)
-    print(wanted.out / "report.md")
+    command.tell(wanted.out / "report.md")
     return status
 
 

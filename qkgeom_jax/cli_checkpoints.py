@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,16 +18,16 @@ def _make_parser(description: str) -> flags.Parser:
     add = parser.add_argument
     add("--series", type=flags.listed(flags.one_of(tuple(CATALOGUE))), metavar="LIST",
         help=f"public series: {', '.join(CATALOGUE)} (default, without --model: the paper's six)")  # fmt: skip
-    add("--model", type=flags.listed(str), metavar="LIST",
+    add("--model", type=flags.listed(flags.place), metavar="LIST",
         help="your own: hub repositories as OWNER/NAME, folders with a checkpoint or one in each subfolder, GGUF files")  # fmt: skip
     add("--revisions", type=parse_selection, metavar="WHICH",
         help=f"a list of names or steps, FIRST..LAST (steps), all, log:N (log-spaced; the default of public series, "
         f"N = {DEFAULT_REVISIONS})")  # fmt: skip
     text = parser.add_mutually_exclusive_group()
     text.add_argument(
-        "--text", metavar="FILE", help="UTF-8 text to measure on (default: the prose that ships with Python)"
+        "--text", type=flags.place, metavar="FILE", help="UTF-8 text to measure on (default: the prose that ships with Python)"
     )
-    text.add_argument("--token-ids", metavar="FILE.npy", help="token ids instead, [n] or [windows, context]")
+    text.add_argument("--token-ids", type=flags.place, metavar="FILE.npy", help="token ids instead, [n] or [windows, context]")
     add("--tokens", type=flags.at_least(2), metavar="N", help="tokens in total (default 4096)")
     add(
         "--context",
@@ -34,13 +35,13 @@ def _make_parser(description: str) -> flags.Parser:
         metavar="N",
         help="tokens of a window (default: 512, or the model's own if less)",
     )
-    add("--cache", metavar="FOLDER", help="the hub's cache (default: its own)")
+    add("--cache", type=flags.place, metavar="FOLDER", help="the hub's cache (default: its own)")
     add("--offline", action="store_true", help="take what the cache has; ask no network")
-    add("--out", metavar="FOLDER", default=DEFAULT_OUT, help=f"results folder (default {DEFAULT_OUT})")
+    add("--out", type=flags.place, metavar="FOLDER", default=DEFAULT_OUT, help=f"results folder (default {DEFAULT_OUT})")
     doing = parser.add_mutually_exclusive_group()
     doing.add_argument("--plan", action="store_true", help="say what would be measured and downloaded; do nothing")
     doing.add_argument("--figures", action="store_true", help="redraw table and figure from the results folder")
-    doing.add_argument("--verify", nargs="?", const="", metavar="FOLDER",
+    doing.add_argument("--verify", nargs="?", const=True, type=flags.place, metavar="FOLDER",
         help="compare every file of a results folder (default: that of --out) with what was written")  # fmt: skip
     parser.add_argument("--fresh", action="store_true", help="move an old results folder aside and start anew")
     return parser
@@ -70,7 +71,7 @@ def _make_study(given: Any) -> Any:
         probe = text_probe(given.text, given.tokens or UNBIASED_TOKENS, given.context)
     if probe.context and probe.context > probe.tokens:
         raise ValueError(f"--tokens is {probe.tokens}, less than one window of {probe.context}")
-    cache = Path(given.cache).expanduser().absolute() if given.cache else None
+    cache = Path(os.path.expanduser(given.cache)).absolute() if given.cache else None
     return SeriesStudy(Path(given.out).absolute(), series, given.revisions, probe, cache, given.offline)
 
 
@@ -79,13 +80,13 @@ def _execute(given: Any) -> int:
     from qkgeom_jax.integrity import print_verification
     from qkgeom_jax.lock import Lock
 
-    if given.figures or given.verify is not None:
-        out = Path(given.verify or given.out).absolute()
+    if given.figures or given.verify:
+        out = Path(given.verify if isinstance(given.verify, str) else given.out).absolute()
         if not (out / "revisions").is_dir():
             raise ValueError(f"{out} holds no measured revisions; measure first, or name the folder with --out")
-        if given.verify is not None:
+        if given.verify:
             return print_verification(out)
-        print(series_report.write_all(out))
+        command.tell(series_report.write_all(out))
         return command.DONE
     if not given.plan:
         study.require_writable(Path(given.out).absolute())
@@ -102,7 +103,7 @@ def _execute(given: Any) -> int:
         status = series_study.run(wanted, command.say)
     for remark in results.read_json(wanted.out / "manifest.json")["remarks"]:
         command.say(remark)
-    print(wanted.out / "report.md")
+    command.tell(wanted.out / "report.md")
     return status
 
 

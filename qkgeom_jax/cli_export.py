@@ -12,9 +12,10 @@ from qkgeom_jax.stop import StopSignal
 def export(argv: Sequence[str] | None = None) -> int:
     """Write epochs of one run of a study as checkpoints of GPT-2's layout, a folder a step."""
     parser = flags.Parser(prog="export.py", description=export.__doc__)
-    parser.add_argument("out", metavar="OUT", help="the study's results folder")
-    parser.add_argument("--to", metavar="FOLDER", required=True, help="where the checkpoints go")
-    parser.add_argument("--group", metavar="NAME", help="as depth4-independent-none; needed where there are several")
+    parser.add_argument("out", type=flags.place, metavar="OUT", help="the study's results folder")
+    parser.add_argument("--to", type=flags.place, metavar="FOLDER", required=True, help="where the checkpoints go")
+    parser.add_argument("--group", type=flags.place, metavar="NAME",
+                        help="as depth4-independent-none; needed where there are several")  # fmt: skip
     parser.add_argument(
         "--seed", type=flags.at_least(0), metavar="SEED", help="which run (default: the group's first seed)"
     )
@@ -29,7 +30,8 @@ def export(argv: Sequence[str] | None = None) -> int:
         folders = write(
             Path(given.out), Path(given.to), group=given.group, seed=given.seed, epochs=given.epochs, say=command.say
         )
-        print(*folders, sep="\n")
+        for folder in folders:
+            command.tell(folder)
         return command.DONE
 
     return command.run(parser, work)

@@ -6,6 +6,7 @@ import errno
 import os
 import sys
 from collections.abc import Callable
+from typing import Any
 
 from qkgeom_jax import flags
 from qkgeom_jax.lock import LockedError
@@ -28,6 +29,7 @@ def run(parser: flags.Parser, work: Callable[[StopSignal], int]) -> int:
       parser: of the command; it says what is refused, and exits with 2.
       work: takes the signal that asks for an end; returns the exit status.
     """
+    _open_streams()
     with StopSignal().installed() as stop:
         try:
             return work(stop)
@@ -36,11 +38,10 @@ def run(parser: flags.Parser, work: Callable[[StopSignal], int]) -> int:
         except Stopped:
             say(MESSAGE)
             return STOPPED
-        except BrokenPipeError:
-            # Whoever read our output has gone; Python would complain again when it flushes at exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         except DiskFullError as error:
             say(f"{parser.prog}: {error}")
+        except MemoryError:
+            say(f"{parser.prog}: out of memory")
         except OSError as error:
             advice = f"; {FREE_SPACE}" if error.errno in DISK_FULL else ""
             say(f"{parser.prog}: {error.filename or 'a file'}: {error.strerror or error}{advice}")
@@ -52,5 +53,27 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError) or any(words in str(error) for words in ("RESOURCE_EXHAUSTED", "Out of memory"))
 
 
-def say(text: str) -> None:
-    print(flags.printable(text), file=sys.stderr, flush=True)
+def say(text: Any) -> None:
+    """A line for the user, on standard error."""
+    flags.write_or_drop(sys.stderr, flags.printable(str(text)) + "\n")
+
+
+def tell(text: Any) -> None:
+    """A line of what was asked for, on standard output."""
+    flags.write_or_drop(sys.stdout, flags.printable(str(text)) + "\n")
+
+
+def _open_streams() -> None:
+    """Standard streams that were closed lead nowhere, lest a results file gets their number and the messages with it.
+
+    What the locale cannot write is written out.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w", encoding="utf-8"))
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")

@@ -24,8 +24,12 @@ INTERVENTIONS = (
 REQUIRED_INIT = {"qk_decouple": "qk_identical"}
 # Arms with a dose, written ARM@DOSE, and the field of `InterventionConfig` that the dose stands for.
 DOSES = {"k_spectrum_clamp": "clamp_strength", "forced_k_contraction": "contraction_factor"}
-MAXIMUM_SEED = MAXIMUM_COUNT = 2**31 - 1
-MAXIMUM_ELEMENTS = 2**45  # a hundred terabytes
+MAXIMUM_SEED = 2**31 - 1
+# What is counted on the device is counted in 32 bits, and no device holds an array of more numbers than that.
+MAXIMUM_COUNT, MAXIMUM_ARRAY = 2**31 - 1, 2**36
+LARGEST_FLOAT32 = 3.4028234e38
+# Blocks are unrolled; probes are kept whole.
+MAXIMUM_DEPTH, MAXIMUM_PROBE = 1024, 2**24
 
 
 def option(default: Any, text: str, *, recompiles: bool = False) -> Any:
@@ -50,24 +54,32 @@ def split_dose(arm: str) -> tuple[str, str | None]:
     return name, dose if at else None
 
 
+def shown(value: Any) -> str:
+    """A value in a message; a whole number may have more digits than Python writes."""
+    try:
+        return repr(value)
+    except ValueError:
+        return "a number of thousands of digits"
+
+
 def _require(condition: bool, field: str, got: Any, allowed: str) -> None:
     if not condition:
-        raise ValueError(f"{field} is {got!r}; allowed: {allowed}")
+        raise ValueError(f"{field} is {shown(got)}; allowed: {allowed}")
 
 
-def _require_count(field: str, got: Any, least: int = 1) -> None:
+def _require_count(field: str, got: Any, least: int = 1, most: int = MAXIMUM_COUNT) -> None:
     whole = isinstance(got, int) and not isinstance(got, bool)
     _require(whole and got >= least, field, got, f"a whole number of at least {least}")
-    # Steps and token positions are 32-bit on the device.
-    _require(got <= MAXIMUM_COUNT, field, got, f"a whole number of at most {MAXIMUM_COUNT}")
+    _require(got <= most, field, got, f"a whole number of at most {most}")
 
 
 def _require_number(field: str, got: Any, *, positive: bool = False, below: float = math.inf) -> None:
-    number = isinstance(got, (int, float)) and not isinstance(got, bool) and math.isfinite(got)
+    number = isinstance(got, (int, float)) and not isinstance(got, bool) and abs(got) < math.inf
     low = got > 0 if number and positive else number and got >= 0
     bound = "" if below == math.inf else f" and below {below:g}"
     least = "greater than 0" if positive else "of at least 0"
     _require(bool(low) and got < below, field, got, f"a finite number {least}{bound}")
+    _require(got <= LARGEST_FLOAT32, field, got, f"a number that float32 can hold, at most {LARGEST_FLOAT32:.2g}")
 
 
 @dataclass(frozen=True)
@@ -87,6 +99,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         for name in ("depth", "width", "heads", "context", "vocabulary", "mlp_ratio"):
             _require_count(name, getattr(self, name))
+        _require_count("depth", self.depth, most=MAXIMUM_DEPTH)
         _require(self.width % self.heads == 0, "heads", self.heads, f"a divisor of the width, {self.width}")
         _require(self.context >= 2, "context", self.context, "a whole number of at least 2")
         _require(self.init in INITIALIZATIONS, "init", self.init, ", ".join(INITIALIZATIONS))
@@ -146,8 +159,10 @@ class TrainingConfig:
     def __post_init__(self) -> None:
         for name in ("batch", "epochs", "steps_per_epoch", "chunk"):
             _require_count(name, getattr(self, name))
-
-        _require(self.steps <= MAXIMUM_COUNT, "epochs", self.epochs, f"at most {MAXIMUM_COUNT} steps in all")
+        _require(
+            self.steps <= MAXIMUM_COUNT, "epochs", self.epochs,
+            f"at most {MAXIMUM_COUNT // self.steps_per_epoch} with {self.steps_per_epoch} steps each",
+        )  # fmt: skip
 
     @property
     def steps(self) -> int:
@@ -170,7 +185,7 @@ class EvaluationConfig:
 
     def __post_init__(self) -> None:
         for name in ("probe_tokens", "spectrum_sequences", "loss_tokens"):
-            _require_count(name, getattr(self, name))
+            _require_count(name, getattr(self, name), most=MAXIMUM_PROBE)
 
 
 @dataclass(frozen=True)
@@ -183,6 +198,7 @@ class CorpusConfig:
 
     def __post_init__(self) -> None:
         _require(bool(self.corpus), "corpus", self.corpus, "a corpus name or a path")
+        _require(self.data_dir != "", "data_dir", self.data_dir, "a path")
         _require_count("minimum_count", self.minimum_count)
 
 
@@ -239,20 +255,20 @@ class Config:
             whole = isinstance(seed, int) and not isinstance(seed, bool)
             _require(whole and 0 <= seed <= MAXIMUM_SEED, "seeds", seed, f"whole numbers from 0 to {MAXIMUM_SEED}")
         _require(len(set(self.seeds)) == len(self.seeds), "seeds", self.seeds, "each seed once")
-        self._check_sizes()
+        self._check_size()
         self._check_intervention()
 
-    def _check_sizes(self) -> None:
-        """Refuses what XLA would end the process for: an array whose size overflows."""
-        model, tokens = self.model, max(self.training.batch * self.model.context, self.evaluation.probe_tokens)
-        activations = max(model.hidden, model.heads * model.context, model.vocabulary)
-        elements = {
-            "width": model.depth * model.width * max(model.hidden, model.vocabulary),
-            "batch, context or probe": model.depth * tokens * activations,
+    def _check_size(self) -> None:
+        model, batch = self.model, self.training.batch
+        arrays = {
+            "width": (model.width, model.width * max(model.hidden, model.vocabulary, model.context)),
+            "batch": (batch, batch * model.context * max(model.hidden, model.vocabulary, model.heads * model.context)),
         }
-        for what, count in elements.items():
-            if len(self.seeds) * count > MAXIMUM_ELEMENTS:
-                raise ValueError(f"{what} is too large: an array would have {len(self.seeds) * count:.1e} elements")
+        for field, (got, numbers) in arrays.items():
+            _require(numbers <= MAXIMUM_ARRAY, field, got, f"what needs no array of {numbers:.2g} numbers")
+        start = self.manipulation.start_epoch or 0
+        most = MAXIMUM_COUNT // self.training.steps_per_epoch - 1
+        _require(start <= most or start == 0, "start_epoch", start, f"a whole number of at most {most}")
 
     def _check_intervention(self) -> None:
         file, _, own = self.intervention.rpartition(":")
@@ -266,7 +282,11 @@ class Config:
         _require(known, "intervention", self.intervention, allowed)
         if dose is not None:
             try:
-                dataclasses.replace(self.manipulation, **{DOSES[name]: float(dose)})
+                number = float(dose)
+            except ValueError:
+                raise ValueError(f"intervention {self.intervention}: {dose!r} is no number") from None
+            try:
+                dataclasses.replace(self.manipulation, **{DOSES[name]: number})
             except ValueError as error:
                 raise ValueError(f"intervention {self.intervention}: {error}") from None
             _require(f"{float(dose):g}" == dose, "intervention", self.intervention, f"{name}@{float(dose):g}")

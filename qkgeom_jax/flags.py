@@ -4,22 +4,42 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import errno
 import math
+import os
+import re
+import stat
 import sys
 import tomllib
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from qkgeom_jax.config import INITIALIZATIONS, INTERVENTIONS, PARTS, PRESETS, Config, did_you_mean, override, split_dose
+from qkgeom_jax.config import (
+    INITIALIZATIONS, INTERVENTIONS, PARTS, PRESETS, Config, did_you_mean, override, shown, split_dose,
+)  # fmt: skip
 
 # Set by the grid (--depths, --inits) or found in the corpus.
 NOT_FLAGS = {"depth", "init", "vocabulary"}
+# More than any configuration needs; a file that is larger, or endless, is none.
+LARGEST_TOML = 1 << 20
+_NEGATIVE = re.compile(r"-(\d|\.\d|inf|nan)", re.IGNORECASE)
 
 
 def printable(text: str) -> str:
-    """A text without the control characters by which a name could command the terminal, and without half characters."""
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+    """What may go to a terminal: control characters, such as an escape sequence in a file's name, are written out."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def write_or_drop(file: Any, text: str) -> None:
+    """Writes to a standard stream; if its reader has gone, whatever follows goes nowhere, and the work goes on."""
+    try:
+        print(text, file=file, end="", flush=True)
+    except BrokenPipeError:
+        # Python would complain again about what it still holds when it flushes at exit.
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, file.fileno())
+        os.close(null)
 
 
 class Parser(argparse.ArgumentParser):
@@ -37,10 +57,19 @@ class Parser(argparse.ArgumentParser):
         return next(action.type for action in self._actions if action.dest == name) or str
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, printable(f"{self.prog}: {' '.join(message.split())}\n"))
+        # A value of thousands of characters would bury what is said about it.
+        short = re.sub(r"(\S{100})\S{300,}(\S{100})", r"\1...\2", " ".join(message.split()))
+        self.exit(2, f"{self.prog}: {printable(short)}\n")
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        if message:
+            write_or_drop(file or sys.stderr, message)
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
         words = list(sys.argv[1:] if args is None else args)
+        for word in words:
+            if "\0" in word or not _is_text(word):
+                self.error(f"{word!r} is no text: it has a NUL character, or bytes that are not of the locale's encoding")
         known = {flag for action in self._actions for flag in action.option_strings}
         given = [word.split("=", 1)[0] for word in words if word.startswith("--") and len(word) > 2]
         for flag in given:
@@ -52,7 +81,7 @@ class Parser(argparse.ArgumentParser):
         joined: list[str] = []
         for word in words:
             before = joined[-1] if joined else ""
-            if before in known and before.startswith("--") and word.startswith("-") and word[1:2].isdigit():
+            if before in known and before.startswith("--") and _NEGATIVE.match(word):
                 joined[-1] = f"{before}={word}"
             else:
                 joined.append(word)
@@ -60,6 +89,26 @@ class Parser(argparse.ArgumentParser):
         if rest:
             self.error(f"{rest[0]!r} is no argument of this command; see --help")
         return namespace
+
+
+def _is_text(word: str) -> bool:
+    try:
+        word.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def place(text: str) -> str:
+    """The name of a file or folder. An empty one is what an unset variable of a shell leaves."""
+    if not text:
+        raise argparse.ArgumentTypeError("'' names nothing; give a path")
+    try:
+        os.lstat(os.path.expanduser(text))
+    except OSError as error:
+        if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+            raise argparse.ArgumentTypeError(f"{text!r}: {error.strerror}") from None
+    return text
 
 
 def whole(text: str) -> int:
@@ -159,13 +208,15 @@ def read_toml(path: str, known: Sequence[str]) -> dict[str, Any]:
       ValueError: unreadable, not TOML, or with an unknown key; one sentence.
     """
     try:
+        status = os.stat(path)
+        if not stat.S_ISREG(status.st_mode) or status.st_size > LARGEST_TOML:
+            raise ValueError(f"a regular file of at most {LARGEST_TOML} bytes is expected")
         values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"--config {path}: {error.strerror}") from None
-    except RecursionError:
-        raise ValueError(f"--config {path} is nested too deeply; a flat table is wanted") from None
-    except ValueError as error:  # not UTF-8, not TOML, or a number of thousands of digits
-        raise ValueError(f"--config {path} is no TOML file: {error}") from None
+    except (ValueError, RecursionError) as error:  # a number of more digits than Python reads is a plain ValueError
+        reason = "nested too deeply" if isinstance(error, RecursionError) else error
+        raise ValueError(f"--config {path} is no TOML file: {reason}") from None
     for name in values:
         if name not in known:
             hint = did_you_mean(name, known, f"; allowed: {', '.join(known)}")
@@ -184,7 +235,7 @@ def resolve(preset: str, toml: dict[str, Any], flags: dict[str, Any]) -> Config:
     for name in toml.keys() & fields.keys():
         expected = types[fields[name].type.removesuffix(" | None")]
         if not isinstance(toml[name], expected) or (isinstance(toml[name], bool) and bool not in expected):
-            raise ValueError(f"{name} is {toml[name]!r} in the TOML file; allowed: {expected[-1].__name__} values")
+            raise ValueError(f"{name} is {shown(toml[name])} in the TOML file; allowed: {expected[-1].__name__} values")
     values = {name: value for name, value in (toml | flags).items() if name in (*fields, "seeds")}
     if "seeds" in values:
         values["seeds"] = tuple(values["seeds"])

@@ -175,7 +175,8 @@ def _needs(config: Config, corpus: Corpus) -> str:
         if not is_out_of_memory(error):
             raise
         estimate = "not even the program of one seed can be compiled"
-    return f"out of memory: {estimate}; a smaller --batch, --context, --width or --probe-tokens, or --rematerialise true, needs less"
+    smaller = "a smaller --batch, --context, --width or --probe-tokens, or --rematerialise true, needs less"
+    return f"out of memory: {estimate}; {smaller}"
 
 
 def _train(

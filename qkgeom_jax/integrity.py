@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from qkgeom_jax.command import DONE, FAILED
+from qkgeom_jax.command import DONE, FAILED, tell
 from qkgeom_jax.results import read_sealed, seal, write_json
 
 # Not results, or sealed, or with digests of their own.
@@ -128,7 +128,7 @@ def verify(out: Path) -> tuple[list[str], list[str]]:
             notes.append(f"{group.name} has no digests: it is from before there were any")
         _verify_checkpoints(group, problems, notes)
     if not look(out):
-        notes.append(f"{out} has tables without digests: the last command ended before they were complete; --figures makes them")
+        notes.append(f"{out} has tables without digests: the last command ended before they were whole; --figures makes them")
     return problems, notes
 
 
@@ -140,8 +140,8 @@ def print_verification(out: Path) -> int:
     """
     problems, notes = verify(out)
     for line in (*notes, *problems):
-        print(line)
-    print(f"{out}: {len(problems)} problems" if problems else f"{out}: all is as it was written")
+        tell(line)
+    tell(f"{out}: {len(problems)} problems" if problems else f"{out}: all is as it was written")
     return FAILED if problems else DONE
 
 

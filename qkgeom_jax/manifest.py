@@ -50,14 +50,15 @@ def describe_process() -> dict[str, Any]:
 
 
 def _warnings(groups: dict[str, dict[str, Any]]) -> list[str]:
-    """A sentence for each kind of thing that differs between groups, and for each group that was continued by another process."""
+    """A sentence for each kind of thing that differs between groups, and for each group that another process continued."""
     found = []
     for name in COMPARED:
         values = {str(group.get(name)) for group in groups.values()}
         if len(values) > 1:
             found.append(f"Groups were made with different {_words(name)}: equal bytes are not to be expected.")
     for group, made in groups.items():
-        if different := [_words(name) for name in COMPARED for one in made.get("earlier", ()) if one.get(name) != made.get(name)]:
+        earlier = made.get("earlier", ())
+        if different := [_words(name) for name in COMPARED for one in earlier if one.get(name) != made.get(name)]:
             found.append(
                 f"{group} was begun with other {' and '.join(dict.fromkeys(different))} than it ended with: its bytes may "
                 "differ from those of an undisturbed run."

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from qkgeom_jax import results
+from qkgeom_jax.command import tell
 from qkgeom_jax.config import Config, ModelConfig
 from qkgeom_jax.study import DONE, Study, disk_free, is_done, require_results
 
@@ -77,7 +78,7 @@ def print_plan(study: Study, corpus: Any) -> int:
     rate = STEP_EFFICIENCY * _matrix_product_rate(study.groups[0])
     memory: dict[tuple, int] = {}
     todo = 0.0
-    print(f"{'group':42} {'runs':>4} {'parameters':>11} {'memory':>9} {'disk':>9} {'time':>8}")
+    tell(f"{'group':42} {'runs':>4} {'parameters':>11} {'memory':>9} {'disk':>9} {'time':>8}")
     for group in study.groups:
         # The initialisation changes neither shapes nor the program's memory.
         key = (group.model.depth, group.intervention)
@@ -86,7 +87,7 @@ def print_plan(study: Study, corpus: Any) -> int:
         done = is_done(group, study.out / "groups" / group.name)
         seconds = 0.0 if done else training_flops(group) / rate
         todo += seconds
-        print(
+        tell(
             f"{group.name:42} {len(group.seeds):4d} {parameter_count(group.model):11,} "
             f"{memory[key] / GIB:5.2f} GiB {disk_bytes(group, study.keep_epochs) / GIB:5.2f} GiB "
             f"{'done' if done else f'{seconds / 60:.0f} min':>8}"
@@ -94,11 +95,11 @@ def print_plan(study: Study, corpus: Any) -> int:
     runs = sum(len(group.seeds) for group in study.groups)
     disk = sum(disk_bytes(group, study.keep_epochs) for group in study.groups)
     corpus_bytes = sum(tokens.nbytes for tokens in corpus.tokens.values())
-    print(
+    tell(
         f"{runs} runs in {len(study.groups)} groups of {study.base.training.steps:,} steps; about {todo / 60:.0f} minutes of "
         f"training left on this device at {rate / 1e9:.0f} GFLOP/s, an estimate from its matrix product, without evaluation"
     )
-    print(
+    tell(
         f"memory: at most {max(memory.values()) / GIB:.2f} GiB in a training program, and {corpus_bytes / GIB:.2f} GiB of "
         f"tokens; disk: {disk / GIB:.2f} GiB, {disk_free(study.out) / GIB:.1f} GiB free at {study.out}"
     )
@@ -108,7 +109,7 @@ def print_plan(study: Study, corpus: Any) -> int:
 def print_status(study: Study) -> int:
     """One line a group: its status, epochs and last losses."""
     require_results(study.out)
-    print(f"{'group':42} {'status':8} {'epochs':>7} {'train':>8} {'val':>8}")
+    tell(f"{'group':42} {'status':8} {'epochs':>7} {'train':>8} {'val':>8}")
     for group in results.read_groups(study.out):
         path = group.folder / "losses.csv"
         losses = results.read_csv(path, results.GROUP_LOSS_COLUMNS) if path.exists() else None
@@ -117,7 +118,7 @@ def print_status(study: Study) -> int:
             last = int(losses["epoch"].max())
             shown = [losses[name][losses["epoch"] == last].mean() for name in ("train_loss", "val_loss")]
         epochs = f"{last}/{group.config['training']['epochs']}"
-        print(f"{group.folder.name:42} {group.status:8} {epochs:>7} {shown[0]:8.4f} {shown[1]:8.4f}")
+        tell(f"{group.folder.name:42} {group.status:8} {epochs:>7} {shown[0]:8.4f} {shown[1]:8.4f}")
         for seed, step in sorted(group.diverged.items()):
-            print(f"  seed {seed} diverged at step {step}")
+            tell(f"  seed {seed} diverged at step {step}")
     return DONE

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from typing import Any
 
 import numpy as np
 
+from qkgeom_jax.command import say
 from qkgeom_jax.config import Config
+from qkgeom_jax.flags import printable
 
 
 def _duration(seconds: float) -> str:
@@ -41,7 +42,7 @@ class LineProgress:
         return float(group.training.steps * group.model.depth)
 
     def _show(self, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
+        say(text)
 
     def _left(self) -> str:
         if self._made <= 0:
@@ -114,7 +115,7 @@ class BarProgress(LineProgress):
         self._task = self._bar.add_task("starting", total=self._total, detail="")
 
     def _show(self, text: str) -> None:
-        self._bar.console.print(text, highlight=False, markup=False)
+        self._bar.console.print(printable(text), highlight=False, markup=False)
 
     def _refresh(self, **fields: Any) -> None:
         self._bar.update(self._task, completed=self._done, **fields)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -88,9 +89,10 @@ def own_series(source: str) -> Series:
     Raises:
       ValueError: it is neither; one sentence.
     """
-    path = Path(source).expanduser()
+    path = Path(os.path.expanduser(source))
     if path.exists():
-        return Series(path.absolute().name, str(path.absolute()), local=True)
+        path = Path(os.path.normpath(path.absolute()))  # no series is called ".."
+        return Series(path.name or "root", str(path), local=True)
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", source):
         raise ValueError(f"--model {source!r} is neither a folder nor a file here, nor a repository as OWNER/NAME")
     return Series(source.rpartition("/")[2], source)
@@ -104,7 +106,7 @@ def step_of(revision: str) -> int | None:
     """
     named = re.findall(r"(?:step|checkpoint|ckpt|iter|iteration|epoch)[-_=]?(\d+)", revision.lower())
     numbers = named or re.findall(r"\d+", revision)
-    return int(numbers[0]) if len(numbers) == 1 else None
+    return int(numbers[0]) if len(numbers) == 1 and len(numbers[0]) <= 15 else None  # a longer one is a date or a hash
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,7 @@ def parse_selection(text: str) -> Selection:
         return Selection()
     if text == "log" or text.startswith("log:"):
         count = text[4:] or str(DEFAULT_REVISIONS)
-        if not count.isdigit() or int(count) < 2 or text == "log:":
+        if not (count.isascii() and count.isdigit() and len(count) <= 9) or int(count) < 2 or text == "log:":
             raise argparse.ArgumentTypeError(f"{text!r}; allowed: log:N with N at least 2")
         return Selection(count=int(count))
     if ".." in text:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,7 @@ def text_probe(path: str | None, tokens: int = UNBIASED_TOKENS, context: int | N
             name, data, notes = "builtin", builtin_source().read().splits["validation"], []
         else:
             name = Path(path).name
-            data, notes = normalise(read_bytes(Path(path).expanduser()), Path(path))
+            data, notes = normalise(read_bytes(Path(os.path.expanduser(path))), Path(path))
     except CorpusError as error:
         raise ProbeError(str(error).replace("give a text file as --corpus", "give a text file as --text")) from None
     text = data.decode("utf-8")

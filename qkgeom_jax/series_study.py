@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from qkgeom_jax import results
-from qkgeom_jax.command import DISK_FULL, DONE, FAILED, FREE_SPACE, DiskFullError, is_out_of_memory
+from qkgeom_jax.command import DISK_FULL, DONE, FAILED, FREE_SPACE, DiskFullError, is_out_of_memory, tell
 from qkgeom_jax.hub import HubRepository, LocalFolder, RevisionError, open_source, readable
 from qkgeom_jax.series import DEFAULT_REVISIONS, Selection, Series, choose, in_order, order_notes
 from qkgeom_jax.series_probe import Probe, ProbeError, check_windows, make_windows
@@ -254,7 +254,7 @@ def print_plan(study: SeriesStudy) -> int:
         try:
             source, revisions = study.open(series)
         except RevisionError as error:
-            print(f"{series.name}: {error}")
+            tell(f"{series.name}: {error}")
             failed = True
             continue
         disk = getattr(source, "cache", disk)
@@ -266,18 +266,18 @@ def print_plan(study: SeriesStudy) -> int:
             try:
                 planned = source.plan(revision)
             except RevisionError as error:
-                print(f"{series.name} {revision}: {error}")
+                tell(f"{series.name} {revision}: {error}")
                 failed = True
                 continue
             size, missing = size + planned.bytes, missing + planned.bytes - planned.here
-            print(f"{series.name} {revision}: {planned.files} files, {readable(planned.bytes)}, "
+            tell(f"{series.name} {revision}: {planned.files} files, {readable(planned.bytes)}, "
                   f"{readable(planned.bytes - planned.here)} to download")  # fmt: skip
         total += missing
-        print(
+        tell(
             f"{series.name}: {len(revisions)} revisions ({done} done), {readable(size)}, "
             f"{readable(missing)} to download"
         )
-    print(f"to download: {readable(total)}; free on that disk: {readable(disk_free(disk))}")
+    tell(f"to download: {readable(total)}; free on that disk: {readable(disk_free(disk))}")
     context = study.probe.context or "the smaller of 512 and each model's own"
-    print(f"measured on {study.probe.tokens:,} tokens of {study.probe.name}, windows of {context}")
+    tell(f"measured on {study.probe.tokens:,} tokens of {study.probe.name}, windows of {context}")
     return FAILED if failed else DONE

@@ -21,7 +21,6 @@ from typing import Any
 from qkgeom_jax import integrity, results
 from qkgeom_jax.command import DISK_FULL, DIVERGED, DONE, FAILED, FREE_SPACE, DiskFullError
 from qkgeom_jax.config import PARTS, REQUIRED_INIT, Config, override
-from qkgeom_jax.flags import printable
 from qkgeom_jax.lock import Lock
 from qkgeom_jax.stop import Stopped, StopSignal
 
@@ -136,7 +135,8 @@ def _own_arm(group: Config) -> dict[str, str]:
 
 def _check_own_arm(group: Config, folder: Path) -> None:
     path, now = folder / "config.json", _own_arm(group)
-    if now and (folder / "losses.csv").exists() and results.read_json(path).get("intervention_sha256") != now["intervention_sha256"]:
+    begun = now and (folder / "losses.csv").exists()
+    if begun and results.read_json(path).get("intervention_sha256") != now["intervention_sha256"]:
         raise StudyError(
             f"{folder} holds results of another content of {group.intervention.rpartition(':')[0]}; give the changed arm "
             "another name, choose another --out, or move the folder aside with --fresh"
@@ -354,7 +354,7 @@ def _last_good(error: Exception, folder: Path) -> str:
 def _write_failure(group: Config, folder: Path, progress: Any, error: Exception) -> None:
     from qkgeom_jax.group import status_value
 
-    results.write_text(folder / "error.txt", printable(traceback.format_exc()))
+    results.write_text(folder / "error.txt", traceback.format_exc())
     results.write_json(folder / "status.json", status_value("failed", 0, {}))
     progress.note(f"{group.name} failed: {_first_line(error)} (all of it: {folder / 'error.txt'})")
 

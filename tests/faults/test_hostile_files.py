@@ -1,4 +1,4 @@
-"""Files from strangers: nothing in them is executed, nothing is allocated that they do not hold, one sentence says what is wrong."""
+"""Files from strangers: nothing is executed or allocated that they do not hold, and one sentence says what is wrong."""
 
 import io
 import os
@@ -77,7 +77,8 @@ def test_arrays_of_strangers(tmp_path):
 
 
 def test_sound_arrays_come_back(tmp_path):
-    arrays = {"a/b": np.arange(6.0).reshape(2, 3), "f": np.asfortranarray(np.arange(6).reshape(2, 3)), "empty": np.zeros((0, 3))}
+    plain = np.arange(6.0).reshape(2, 3)
+    arrays = {"a/b": plain, "f": np.asfortranarray(plain), "empty": np.zeros((0, 3))}
     results.write_npz(tmp_path / "a.npz", arrays)
     for name, array in results.read_npz(tmp_path / "a.npz").items():
         np.testing.assert_array_equal(array, arrays[name])
@@ -155,11 +156,11 @@ JSON = {
 
 
 @pytest.mark.parametrize("what", JSON)
-@pytest.mark.parametrize("place", ["config.json", "manifest.json", "GROUP/config.json", "GROUP/status.json", "GROUP/manifest.json"])
+@pytest.mark.parametrize("place", ["config", "manifest", "GROUP/config", "GROUP/status", "GROUP/manifest"])
 def test_json_of_a_stranger(what, place, whole, tmp_path, capsys):
     out = tmp_path / "out"
     shutil.copytree(whole, out, ignore=shutil.ignore_patterns("checkpoints", "*.png", "*.pdf"))
-    path = out / place.replace("GROUP", f"groups/{faulty.GROUPS[0]}")
+    path = out / f"{place.replace('GROUP', f'groups/{faulty.GROUPS[0]}')}.json"
     path.write_text(JSON[what], errors="surrogateescape")
     for mode in ("--verify", "--status", "--figures"):
         try:
@@ -177,8 +178,8 @@ def test_tables_of_a_stranger(whole, tmp_path, capsys):
     shutil.copytree(whole, out, ignore=shutil.ignore_patterns("checkpoints", "*.png", "*.pdf", "manifest.json"))
     path = out / "groups" / faulty.GROUPS[0] / "metrics.csv"
     header, *rows = path.read_text().splitlines()
-    for content in ("", header + "\n" + '"' * 200_000, header + "\n" + "=1+1," * 50, "\x00", f"{header}\n{'9' * 10_000}{rows[0][1:]}"):
-        path.write_text(content)
+    for content in ("", '"' * 200_000, "=1+1," * 50, "\x00", f"{'9' * 10_000}{rows[0][1:]}"):
+        path.write_text(f"{header}\n{content}" if content else "")
         with pytest.raises(SystemExit) as refused:
             grid(["--figures", f"--out={out}"])
         assert refused.value.code == 2 and "metrics.csv" in capsys.readouterr().err
@@ -204,5 +205,5 @@ def test_links_out_of_a_results_folder_are_not_written_through(corpus, tmp_path)
 
 def test_names_do_not_command_the_terminal(capsys):
     say("a\x1b[31mb\rc\udcff\nd")
-    assert capsys.readouterr().err == "a\\x1b[31mb\\rc\\udcff\nd\n"
+    assert capsys.readouterr().err == "a\\x1b[31mb\\rc\\udcff\\nd\n"
     assert flags.printable("é 漢") == "é 漢"
