@@ -7,6 +7,7 @@ from pathlib import Path
 
 from qkgeom_jax import command, flags
 from qkgeom_jax.stop import StopSignal
+from qkgeom_jax.study import require_writable
 
 
 def export(argv: Sequence[str] | None = None) -> int:
@@ -23,6 +24,7 @@ def export(argv: Sequence[str] | None = None) -> int:
 
     def work(_stop: StopSignal) -> int:
         given = parser.parse_args(argv)
+        require_writable(Path(given.to).absolute(), "--to")
         from qkgeom_jax.pretrained.export import export as write
 
         folders = write(

@@ -9,6 +9,7 @@ import hashlib
 import io
 import json
 import os
+import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from qkgeom_jax.config import arm_name
+from qkgeom_jax.config import arm_name, from_dict
+from qkgeom_jax.reading import read_bytes
 
 METRIC_COLUMNS = (
     "attention_entropy", "top_1_mass", "top_5_mass", "attention_gap",
@@ -50,11 +52,20 @@ TEXT_COLUMNS = frozenset({"init", "intervention", "status"})
 Table = dict[str, np.ndarray]
 
 
+def _open_temporary(path: Path) -> BinaryIO:
+    """A link of that name would be followed and what it points at be emptied, and a pipe would block: they are removed."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISREG(os.lstat(path).st_mode):
+            os.unlink(path)
+    return os.fdopen(os.open(path, flags, 0o666), "ab")
+
+
 @contextlib.contextmanager
 def _only_writer(temporary: Path) -> Iterator[BinaryIO]:
     """Open the temporary file of a target, alone: processes that train different groups rebuild the same tables."""
     while True:
-        with open(temporary, "ab") as file:
+        with _open_temporary(temporary) as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             try:
                 current = os.path.samestat(os.fstat(file.fileno()), os.stat(temporary))
@@ -185,11 +196,12 @@ def _number(path: Path, line: int, column: str, cell: str) -> int | float:
     """A cell as a number; NaN for an empty one where the column is not of whole numbers."""
     try:
         if column in INTEGER_COLUMNS:
-            return int(cell)
+            return int(np.int64(int(cell)))
         return float(cell) if cell else np.nan
-    except ValueError:
+    except (ValueError, OverflowError):
         kind = "a whole number" if column in INTEGER_COLUMNS else "a number"
-        raise ValueError(f"{path}, line {line}: {column} is {cell!r}, expected {kind}") from None
+        shown = repr(cell) if len(cell) <= 40 else f"{cell[:40]!r}..."
+        raise ValueError(f"{path}, line {line}: {column} is {shown}, expected {kind}") from None
 
 
 def read_csv(path: str | os.PathLike, columns: Sequence[str]) -> Table:
@@ -252,7 +264,9 @@ def read_json(path: str | os.PathLike) -> Any:
       OSError: the file cannot be read.
     """
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
+        return json.loads(read_bytes(path).decode("utf-8"))
+    except RecursionError:
+        raise ValueError(f"{path} is no JSON file of ours: it is nested too deeply") from None
     except ValueError as error:
         raise ValueError(f"{path} is no JSON file: {error}") from error
 
@@ -283,6 +297,7 @@ def _read_group(folder: Path) -> Group:
     path = folder / "status.json"
     status = read_sealed(path) if path.exists() else {"status": "partial", "epochs_done": 0, "diverged": {}}
     try:
+        from_dict(config)  # whatever a value may not be, it refuses
         if status["status"] not in STATUSES:
             raise ValueError(f"{path}: status is {status['status']!r}; allowed: {', '.join(STATUSES)}")
         diverged = {int(seed): int(step) for seed, step in status["diverged"].items()}

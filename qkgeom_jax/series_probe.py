@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from qkgeom_jax.reading import read_npy
+
 # Below this many tokens the participation ratio comes out too low.
 UNBIASED_TOKENS = 4096
 DEFAULT_CONTEXT = 512
@@ -81,14 +83,13 @@ def ids_probe(path: str, tokens: int | None = None, context: int | None = None) 
       ProbeError: the file, its shape or its type is wrong, or contradicts `context`.
     """
     try:
-        ids = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise ProbeError(
-            f"--token-ids {path} is no file of NumPy: {getattr(error, 'strerror', None) or error}"
-        ) from None
-    if not isinstance(ids, np.ndarray) or ids.dtype.kind not in "iu" or ids.ndim not in (1, 2) or not ids.size:
-        found = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, np.ndarray) else "several arrays"
-        raise ProbeError(f"--token-ids {path} holds {found}; expected whole numbers [n] or [windows, context]")
+        ids = read_npy(path)
+    except OSError as error:
+        raise ProbeError(f"--token-ids {path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ProbeError(f"--token-ids {error}") from None
+    if ids.dtype.kind not in "iu" or ids.ndim not in (1, 2) or not ids.size:
+        raise ProbeError(f"--token-ids {path} holds {ids.dtype} {list(ids.shape)}; expected whole numbers [n] or [windows, context]")
     if ids.min() < 0 or ids.max() > np.iinfo(np.int32).max:
         raise ProbeError(f"--token-ids {path} has ids from {ids.min()} to {ids.max()}; ids begin at 0")
     ids = np.ascontiguousarray(ids, np.int32)

@@ -12,6 +12,7 @@ from urllib.parse import quote
 
 import numpy as np
 
+from qkgeom_jax.reading import read_npz
 from qkgeom_jax.results import METRIC_COLUMNS, read_json, write_csv, write_json, write_npz
 from qkgeom_jax.series import CATALOGUE, in_order, step_of
 from qkgeom_jax.suspects import Flag, Weights, find_suspects
@@ -147,8 +148,8 @@ def _read_record(path: Path) -> tuple[Record, Weights | None]:
             return record, None
         if not record.rows or any(set(row) != set(LAYER_COLUMNS) for row in record.rows):
             raise ValueError("its rows do not have the metrics' columns")
-        with np.load(path.with_suffix(".npz"), allow_pickle=False) as arrays:
-            prints = {name[8:]: arrays[name] for name in arrays.files if name.startswith("weights/")}
+        arrays = read_npz(path.with_suffix(".npz"))
+        prints = {name[8:]: values for name, values in arrays.items() if name.startswith("weights/")}
     except (KeyError, TypeError, ValueError, OSError) as error:
         raise ValueError(f"{path} is no record of a revision: {error}; delete it and run the command again") from error
     return record, Weights(record.revision, record.weights_sha256, prints)

@@ -142,7 +142,7 @@ def _check_own_arm(group: Config, folder: Path) -> None:
         )
 
 
-def require_writable(out: Path) -> None:
+def require_writable(out: Path, flag: str = "--out") -> None:
     """Refuses a results folder that could not be written, before anything is read or compiled. Writes nothing.
 
     Raises:
@@ -152,9 +152,9 @@ def require_writable(out: Path) -> None:
     while not os.path.lexists(place):
         place = place.parent
     if not place.is_dir():
-        raise StudyError(f"{out} cannot be written: {place} is no folder; choose another --out")
+        raise StudyError(f"{out} cannot be written: {place} is no folder; choose another {flag}")
     if not os.access(place, os.W_OK | os.X_OK):
-        raise StudyError(f"{out} cannot be written: {place} may not be written to; choose another --out")
+        raise StudyError(f"{out} cannot be written: {place} may not be written to; choose another {flag}")
 
 
 def prepare(study: Study, corpus_sha256: str) -> None:

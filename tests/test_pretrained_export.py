@@ -193,7 +193,8 @@ def test_a_folder_without_groups_and_a_place_that_cannot_be_written(study, tmp_p
         cli_export.export([str(tmp_path), f"--to={tmp_path / 'to'}"])
     assert "holds no groups of a study" in capsys.readouterr().err
     (tmp_path / "file").touch()
-    assert cli_export.export([str(study[0]), f"--to={tmp_path / 'file'}"]) == 1
+    with pytest.raises(SystemExit, match="2"):
+        cli_export.export([str(study[0]), f"--to={tmp_path / 'file'}"])
     assert "cannot be written" in capsys.readouterr().err
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import zipfile
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import numpy as np
 from qkgeom_jax.config import Config, ModelConfig, from_dict
 from qkgeom_jax.model import LAYER_NORM_EPSILON
 from qkgeom_jax.pretrained.tensors import CheckpointFormatError, read_object
+from qkgeom_jax.reading import read_npz
 
 PARAMETERS = "params"
 EPOCH_FILE = re.compile(r"epoch_(\d+)\.npz")
@@ -38,13 +37,13 @@ def read_params(path: Path, config: Config, seed: int | None = None) -> dict[str
     if seed not in config.seeds:
         raise CheckpointFormatError(f"{path} holds the seeds {', '.join(map(str, config.seeds))}, not {seed}")
     try:
-        # opened here: np.load leaves a file open that it finds damaged
-        with open(path, "rb") as opened, np.load(opened, allow_pickle=False) as file:
-            stacked = {name: file[name] for name in file.files}
+        stacked = read_npz(path)
     except FileNotFoundError:
         raise CheckpointFormatError(f"{path} is missing") from None
-    except (OSError, ValueError, TypeError, EOFError, NotImplementedError, zlib.error, zipfile.BadZipFile) as error:
-        raise CheckpointFormatError(f"{path} is no readable npz file ({error})") from None
+    except OSError as error:
+        raise CheckpointFormatError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise CheckpointFormatError(str(error)) from None
     at = config.seeds.index(seed)
     for name, value in stacked.items():
         if value.ndim < 2 or len(value) != len(config.seeds):
