@@ -271,6 +271,7 @@ class Config:
         _require(start <= most or start == 0, "start_epoch", start, f"a whole number of at most {most}")
 
     def _check_intervention(self) -> None:
+        _require(isinstance(self.intervention, str), "intervention", self.intervention, "a name")
         file, _, own = self.intervention.rpartition(":")
         name, dose = split_dose(own)
         if file:

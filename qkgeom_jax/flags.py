@@ -21,8 +21,8 @@ from qkgeom_jax.config import (
 
 # Set by the grid (--depths, --inits) or found in the corpus.
 NOT_FLAGS = {"depth", "init", "vocabulary"}
-# More than any configuration needs; a file that is larger, or endless, is none.
-LARGEST_TOML = 1 << 20
+# More than any configuration needs; the parser's time may grow with the square.
+LARGEST_TOML = 1 << 16
 _NEGATIVE = re.compile(r"-(\d|\.\d|inf|nan)", re.IGNORECASE)
 
 

@@ -123,6 +123,8 @@ class LocalFolder:
         if self._is_checkpoint(self.path):
             return [self.path.name]
         inside = [path.name for path in self.path.iterdir() if self._is_checkpoint(path)]
+        if bad := next((name for name in inside if not name.isprintable()), None):
+            raise RevisionError(f"{self.path}: the name {bad!r} has characters that no text has; rename it")
         if not inside:
             raise RevisionError(f"{self.path} is no checkpoint (it has no config.json) and holds none in subfolders")
         return sorted(inside)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from qkgeom_jax.command import DONE, FAILED, tell
@@ -74,6 +74,8 @@ def changed(folder: Path, names: Iterable[str] | None = None) -> dict[str, str]:
     """
     path = folder / "manifest.json"
     known = read_sealed(path).get("digests", {}) if path.exists() else {}
+    if not isinstance(known, dict) or any(_leaves(name) for name in known):
+        raise ValueError(f"{path} is damaged: its digests are not of files beside it")
     found = {}
     for name in known if names is None else known.keys() & set(names):
         file = folder / name
@@ -82,6 +84,11 @@ def changed(folder: Path, names: Iterable[str] | None = None) -> dict[str, str]:
         elif digest(file) != known[name]:
             found[name] = "damaged"
     return dict(sorted(found.items()))
+
+
+def _leaves(name: str) -> bool:
+    """Whether a name is of something outside the folder: what is damaged may be moved."""
+    return PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or "\0" in name or not name
 
 
 def require_unchanged(folder: Path, names: Iterable[str]) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from qkgeom_jax import results
 from qkgeom_jax.command import tell
-from qkgeom_jax.config import Config, ModelConfig
+from qkgeom_jax.config import Config, ModelConfig, from_dict
 from qkgeom_jax.study import DONE, Study, disk_free, is_done, require_results
 
 GIB = 2**30
@@ -109,7 +109,7 @@ def print_plan(study: Study, corpus: Any) -> int:
 def print_status(study: Study) -> int:
     """One line a group: its status, epochs and last losses."""
     require_results(study.out)
-    tell(f"{'group':42} {'status':8} {'epochs':>7} {'train':>8} {'val':>8}")
+    lines = [f"{'group':42} {'status':8} {'epochs':>7} {'train':>8} {'val':>8}"]  # none, where something is damaged
     for group in results.read_groups(study.out):
         path = group.folder / "losses.csv"
         losses = results.read_csv(path, results.GROUP_LOSS_COLUMNS) if path.exists() else None
@@ -117,8 +117,9 @@ def print_status(study: Study) -> int:
         if losses is not None and len(losses["epoch"]):
             last = int(losses["epoch"].max())
             shown = [losses[name][losses["epoch"] == last].mean() for name in ("train_loss", "val_loss")]
-        epochs = f"{last}/{group.config['training']['epochs']}"
-        tell(f"{group.folder.name:42} {group.status:8} {epochs:>7} {shown[0]:8.4f} {shown[1]:8.4f}")
-        for seed, step in sorted(group.diverged.items()):
-            tell(f"  seed {seed} diverged at step {step}")
+        epochs = f"{last}/{from_dict(group.config).training.epochs}"
+        lines.append(f"{group.folder.name:42} {group.status:8} {epochs:>7} {shown[0]:8.4f} {shown[1]:8.4f}")
+        lines += [f"  seed {seed} diverged at step {step}" for seed, step in sorted(group.diverged.items())]
+    for line in lines:
+        tell(line)
     return DONE

@@ -8,9 +8,8 @@ import fcntl
 import hashlib
 import io
 import json
-import math
 import os
-import zipfile
+import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from qkgeom_jax.config import arm_name
+from qkgeom_jax.config import arm_name, from_dict
+from qkgeom_jax.reading import read_bytes
 
 METRIC_COLUMNS = (
     "attention_entropy", "top_1_mass", "top_5_mass", "attention_gap",
@@ -52,11 +52,20 @@ TEXT_COLUMNS = frozenset({"init", "intervention", "status"})
 Table = dict[str, np.ndarray]
 
 
+def _open_temporary(path: Path) -> BinaryIO:
+    """A link of that name would be followed and what it points at be emptied, and a pipe would block: they are removed."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISREG(os.lstat(path).st_mode):
+            os.unlink(path)
+    return os.fdopen(os.open(path, flags, 0o666), "ab")
+
+
 @contextlib.contextmanager
 def _only_writer(temporary: Path) -> Iterator[BinaryIO]:
     """Open the temporary file of a target, alone: processes that train different groups rebuild the same tables."""
     while True:
-        with open(temporary, "ab") as file:
+        with _open_temporary(temporary) as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             try:
                 current = os.path.samestat(os.fstat(file.fileno()), os.stat(temporary))
@@ -163,58 +172,6 @@ def write_npz(path: str | os.PathLike, arrays: Mapping[str, np.ndarray]) -> None
     write_bytes(path, stream.getvalue())
 
 
-def read_array(path: str | os.PathLike) -> np.ndarray:
-    """The array of an npy file. No pickle is loaded, and nothing is allocated that the file does not hold.
-
-    Raises:
-      ValueError: the file is no such array; its name is said.
-      OSError: the file cannot be read.
-    """
-    try:
-        return _parse_array(Path(path).read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{path} is no npy file: {error}") from None
-
-
-def read_npz(path: str | os.PathLike) -> dict[str, np.ndarray]:
-    """The arrays of a file by `write_npz`, as careful as `read_array`. A compressed file is refused.
-
-    Raises:
-      ValueError: the file is no such archive; its name is said.
-      OSError: the file cannot be read.
-    """
-    arrays = {}
-    try:
-        with zipfile.ZipFile(path) as archive:
-            members = archive.infolist()
-            if any(member.compress_type != zipfile.ZIP_STORED for member in members):
-                raise ValueError("it is compressed")
-            if sum(member.file_size for member in members) > os.path.getsize(path):
-                raise ValueError("its members claim more than it holds")
-            for member in members:
-                arrays[member.filename.removesuffix(".npy")] = _parse_array(archive.read(member))
-    except (ValueError, EOFError, NotImplementedError, RuntimeError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{path} is no readable npz file: {error}") from None
-    return arrays
-
-
-def _parse_array(content: bytes) -> np.ndarray:
-    stream = io.BytesIO(content)
-    try:
-        version = np.lib.format.read_magic(stream)
-        read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
-        shape, fortran, dtype = read(stream)
-        if dtype.hasobject or min(shape, default=0) < 0:
-            raise ValueError("it holds Python objects or a negative size")
-        if math.prod(shape) * dtype.itemsize != len(content) - stream.tell():
-            raise ValueError(f"its header claims {dtype}{list(shape)}, which is not what it holds")
-        return np.frombuffer(content, dtype, offset=stream.tell()).reshape(shape, order="F" if fortran else "C")
-    except ValueError:
-        raise
-    except Exception as error:  # a header is a Python literal, and a hostile one makes its reader raise anything
-        raise ValueError(f"its header cannot be read ({type(error).__name__})") from None
-
-
 def _read_rows(path: Path, columns: Sequence[str]) -> list[tuple[int, dict[str, str]]]:
     """The line number and the cells of each row of a file that has at least `columns`."""
     try:
@@ -240,11 +197,12 @@ def _number(path: Path, line: int, column: str, cell: str) -> int | float:
     """A cell as a number; NaN for an empty one where the column is not of whole numbers."""
     try:
         if column in INTEGER_COLUMNS:
-            return int(cell)
+            return int(np.int64(int(cell)))
         return float(cell) if cell else np.nan
-    except ValueError:
+    except (ValueError, OverflowError):
         kind = "a whole number" if column in INTEGER_COLUMNS else "a number"
-        raise ValueError(f"{path}, line {line}: {column} is {cell!r}, expected {kind}") from None
+        shown = repr(cell) if len(cell) <= 40 else f"{cell[:40]!r}..."
+        raise ValueError(f"{path}, line {line}: {column} is {shown}, expected {kind}") from None
 
 
 def read_csv(path: str | os.PathLike, columns: Sequence[str]) -> Table:
@@ -307,9 +265,9 @@ def read_json(path: str | os.PathLike) -> Any:
       OSError: the file cannot be read.
     """
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
+        return json.loads(read_bytes(path).decode("utf-8"))
     except RecursionError:
-        raise ValueError(f"{path} is no JSON file of ours: nested too deeply") from None
+        raise ValueError(f"{path} is no JSON file of ours: it is nested too deeply") from None
     except ValueError as error:
         raise ValueError(f"{path} is no JSON file: {error}") from error
 
@@ -330,7 +288,11 @@ def read_sealed(path: Path) -> dict[str, Any]:
     value = read_json(path)
     if not isinstance(value, dict):
         raise ValueError(f"{path} holds a {type(value).__name__}, expected an object with names")
-    if "sha256" in value and seal(value) != value:
+    try:
+        whole = "sha256" not in value or seal(value) == value
+    except ValueError:  # a number that JSON has no name for
+        whole = False
+    if not whole:
         raise ValueError(f"{path} is damaged: its content is not what its seal says")
     return value
 
@@ -340,13 +302,16 @@ def _read_group(folder: Path) -> Group:
     path = folder / "status.json"
     status = read_sealed(path) if path.exists() else {"status": "partial", "epochs_done": 0, "diverged": {}}
     try:
+        from_dict(config)  # whatever a value may not be, it refuses
         if status["status"] not in STATUSES:
             raise ValueError(f"{path}: status is {status['status']!r}; allowed: {', '.join(STATUSES)}")
         diverged = {int(seed): int(step) for seed, step in status["diverged"].items()}
         group = Group(folder, config, status["status"], int(status["epochs_done"]), diverged)
         group.key, group.seeds
-    except (AttributeError, KeyError, OverflowError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"{folder}: config.json or status.json lacks a part: {error!r}") from error
+    except (OverflowError, ValueError) as error:
+        raise ValueError(f"{folder}: config.json or status.json is damaged: {error}") from error
     return group
 
 

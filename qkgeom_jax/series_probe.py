@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from qkgeom_jax.results import read_array
+from qkgeom_jax.reading import read_npy
 
 # Below this many tokens the participation ratio comes out too low.
 UNBIASED_TOKENS = 4096
@@ -83,9 +83,9 @@ def ids_probe(path: str, tokens: int | None = None, context: int | None = None) 
       ProbeError: the file, its shape or its type is wrong, or contradicts `context`.
     """
     try:
-        ids = read_array(path)
+        ids = read_npy(path)
     except OSError as error:
-        raise ProbeError(f"--token-ids {path}: {error.strerror or error}") from None
+        raise ProbeError(f"--token-ids {path} cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise ProbeError(f"--token-ids {error}") from None
     if ids.dtype.kind not in "iu" or ids.ndim not in (1, 2) or not ids.size:

@@ -12,7 +12,8 @@ from urllib.parse import quote
 
 import numpy as np
 
-from qkgeom_jax.results import METRIC_COLUMNS, read_json, read_npz, write_csv, write_json, write_npz
+from qkgeom_jax.reading import read_npz
+from qkgeom_jax.results import METRIC_COLUMNS, read_json, write_csv, write_json, write_npz
 from qkgeom_jax.series import CATALOGUE, in_order, step_of
 from qkgeom_jax.suspects import Flag, Weights, find_suspects
 

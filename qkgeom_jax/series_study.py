@@ -20,6 +20,7 @@ import numpy as np
 from qkgeom_jax import results
 from qkgeom_jax.command import DISK_FULL, DONE, FAILED, FREE_SPACE, DiskFullError, is_out_of_memory, tell
 from qkgeom_jax.hub import HubRepository, LocalFolder, RevisionError, open_source, readable
+from qkgeom_jax.reading import read_npy
 from qkgeom_jax.series import DEFAULT_REVISIONS, Selection, Series, choose, in_order, order_notes
 from qkgeom_jax.series_probe import Probe, ProbeError, check_windows, make_windows
 from qkgeom_jax.series_results import LAYER_COLUMNS, Record, finite, is_done, record_path, tokens_path, write_record
@@ -132,7 +133,7 @@ def _windows(study: SeriesStudy, series: Series, source: Source, checkpoint: Any
     """The windows of a series: made by its first revision, and kept in OUT for all others."""
     path = tokens_path(study.out, series.name)
     if path.exists():
-        return check_windows(results.read_array(path), checkpoint)
+        return check_windows(read_npy(path), checkpoint)
     tokenizer = None
     if study.probe.ids is None:
         tokenizer = checkpoint.tokenizer()

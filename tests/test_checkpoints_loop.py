@@ -211,7 +211,7 @@ def test_a_missing_series_is_a_failure_and_the_others_go_on(series, tmp_path, te
         (np.array([-1] * 50), "has ids from -1 to -1"),
         (np.zeros((3, 8), int), "--context is 16, but the windows of"),
         (np.zeros(0, int), "holds int64 [0]"),
-        (np.array([None] * 20), "is no npy file: it holds Python objects"),
+        (np.array([None] * 20), "ids.npy is no readable npy file (it holds Python objects)"),
     ],
 )
 def test_token_ids_that_cannot_be_are_refused(series, tmp_path, capsys, ids, message):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import ml_dtypes
 import numpy as np
 
 from qkgeom_jax.pretrained.tensors import CheckpointFormatError, Tensor, Tensors, read_object, read_safetensors
+from qkgeom_jax.reading import require_regular
 
 CONFIG = "config.json"
 TOKENIZER = "tokenizer.json"
@@ -97,6 +97,10 @@ def read_torch(path: Path) -> Tensors:
         import torch
     except ImportError:
         raise CheckpointFormatError(f"{path} needs torch to be read: pip install torch, or use safetensors") from None
+    try:
+        require_regular(path)
+    except (OSError, ValueError) as error:
+        raise CheckpointFormatError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     options = {"map_location": "cpu", "weights_only": True}
     try:
         try:
@@ -105,7 +109,7 @@ def read_torch(path: Path) -> Tensors:
             loaded = torch.load(path, **options)
     except OSError as error:
         raise CheckpointFormatError(f"{path} cannot be read: {error.strerror}") from None
-    except (RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError) as error:
+    except Exception as error:  # noqa: BLE001 - what torch makes of hostile bytes is of every kind
         reason = " ".join(str(error).split())[:120]
         raise CheckpointFormatError(f"{path} is damaged, or holds more than tensors ({reason})") from None
     if not isinstance(loaded, dict) or not all(isinstance(name, str) for name in loaded):

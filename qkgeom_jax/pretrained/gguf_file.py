@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,11 @@ _LAYER_NAMES = {
     "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
     "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
 }  # fmt: skip
+# Of the values in a header: bytes of one, by its type; text and arrays have lengths of their own.
+_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+_TEXT, _ARRAY = 8, 9
+# A vocabulary has some hundred thousand; the library makes an array of each.
+_MOST_ELEMENTS = 1 << 22
 _NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -34,6 +41,7 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], Tensors]:
     if not path.is_file():
         raise CheckpointFormatError(f"{path} is missing")
     try:
+        _check_header(path)
         reader = gguf.GGUFReader(path)
         values = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("tokenizer.")}
         found = {tensor.name: tensor for tensor in reader.tensors}
@@ -43,7 +51,58 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], Tensors]:
     except CheckpointFormatError:
         raise
     except Exception as error:  # noqa: BLE001 - whatever a parser of another project makes of hostile bytes
-        raise CheckpointFormatError(f"{path} is no GGUF file, or damaged ({type(error).__name__}: {error})") from None
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise CheckpointFormatError(f"{path} is no GGUF file, or damaged ({reason})") from None
+
+
+def _check_header(path: Path) -> None:
+    """Holds every length in the header against the file: the library would build what is claimed, element by element.
+
+    Raises:
+      ValueError: something is longer than the file, or there is more than any model has.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+
+        def take(format_: str) -> tuple[int, ...]:
+            length = struct.calcsize(f"<{format_}")
+            if len(data := file.read(length)) < length:
+                raise ValueError("it is cut")
+            return struct.unpack(f"<{format_}", data)
+
+        def skip(count: int, each: int) -> None:
+            if count * each > size - file.tell():
+                raise ValueError(f"it claims {count * each} bytes where there are {size - file.tell()}")
+            file.seek(count * each, os.SEEK_CUR)
+
+        def skip_text() -> None:
+            skip(*take("Q"), 1)
+
+        magic, version, tensors, keys = take("4sIQQ")
+        if magic != b"GGUF" or version not in (2, 3):
+            raise ValueError("it does not begin as GGUF of version 2 or 3 does")
+        elements = tensors + keys
+        for _ in range(keys):
+            skip_text()
+            (kind,) = take("I")
+            count = 1
+            if kind == _ARRAY:
+                kind, count = take("IQ")
+                elements += count
+            if elements > _MOST_ELEMENTS:
+                raise ValueError(f"it claims {elements} values")
+            if kind == _TEXT:
+                for _ in range(count):
+                    skip_text()
+            elif kind in _SIZES:
+                skip(count, _SIZES[kind])
+            else:
+                raise ValueError(f"it has a value of type {kind}")
+        for _ in range(tensors):
+            skip_text()
+            (dimensions,) = take("I")
+            skip(dimensions, 8)
+            skip(1, 12)
 
 
 def _config(path: Path, values: dict[str, Any], tensors: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from qkgeom_jax.config import Config, ModelConfig, from_dict
 from qkgeom_jax.integrity import require_unchanged
 from qkgeom_jax.model import LAYER_NORM_EPSILON
 from qkgeom_jax.pretrained.tensors import CheckpointFormatError, read_object
-from qkgeom_jax.results import read_npz
+from qkgeom_jax.reading import read_npz
 
 PARAMETERS = "params"
 EPOCH_FILE = re.compile(r"epoch_(\d+)\.npz")
@@ -42,7 +42,7 @@ def read_params(path: Path, config: Config, seed: int | None = None) -> dict[str
     except FileNotFoundError:
         raise CheckpointFormatError(f"{path} is missing") from None
     except OSError as error:
-        raise CheckpointFormatError(f"{path}: {error.strerror or error}") from None
+        raise CheckpointFormatError(f"{path} cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise CheckpointFormatError(str(error)) from None
     try:

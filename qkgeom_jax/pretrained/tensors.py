@@ -17,6 +17,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from qkgeom_jax.reading import read_bytes, require_regular
+
 # As the format's own library has it.
 LARGEST_HEADER = 100_000_000
 DTYPES = {
@@ -65,11 +67,14 @@ def from_array(array: np.ndarray) -> Tensor:
 def read_object(path: Path) -> dict[str, Any]:
     """A JSON file that holds an object."""
     try:
-        return parse_object(path.read_bytes(), path)
+        data = read_bytes(path)
     except FileNotFoundError:
         raise CheckpointFormatError(f"{path} is missing") from None
     except OSError as error:
         raise CheckpointFormatError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise CheckpointFormatError(str(error)) from None
+    return parse_object(data, path)
 
 
 def parse_object(data: bytes, path: Path, what: str = "file") -> dict[str, Any]:
@@ -121,6 +126,7 @@ def read_safetensors(path: Path) -> Tensors:
       CheckpointFormatError: the file is missing, cut, or its header says what cannot be.
     """
     try:
+        require_regular(path)
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
@@ -133,6 +139,8 @@ def read_safetensors(path: Path) -> Tensors:
         raise CheckpointFormatError(f"{path} is missing") from None
     except OSError as error:
         raise CheckpointFormatError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise error if isinstance(error, CheckpointFormatError) else CheckpointFormatError(str(error)) from None
     header.pop("__metadata__", None)
     places = {name: _entry(path, name, entry, size - 8 - length) for name, entry in header.items()}
     end = 0
