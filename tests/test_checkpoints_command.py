@@ -134,7 +134,7 @@ def test_twenty_revisions_take_no_more_memory_than_five(tmp_path, monkeypatch):
         for name, data in tiny_models.files(tiny_models.gpt2, tensors).items():
             (folder / name).write_bytes(data)
     seen = []
-    monkeypatch.setattr("qkgeom_jax.cli_checkpoints._say", lambda text: seen.append(resident_megabytes()))
+    monkeypatch.setattr("qkgeom_jax.command.say", lambda text: seen.append(resident_megabytes()))
     assert checkpoints([f"--model={tmp_path / 'run'}", f"--out={tmp_path / 'out'}", "--tokens=256", "--context=32"]) == 0
     assert seen[18] - seen[4] < 25, seen  # fourteen revisions kept would be 55
 

@@ -220,12 +220,14 @@ def arguments_alone(tmp_path, monkeypatch):
     """Every command ends with `Reached` after its arguments; the working folder is empty."""
     from qkgeom_jax import corpus, series_study, study
     from qkgeom_jax.corpus import builtin
+    from qkgeom_jax.pretrained import export  # now, or it would keep what stands for load_corpus below
 
     def reached(*_, **__):
         raise Reached
 
     monkeypatch.setattr(study, "run", reached)
     monkeypatch.setattr(corpus, "load_corpus", reached)
+    monkeypatch.setattr(export, "load_corpus", reached)
     texts = corpus.Texts({"validation": b"to be or not to be"})
     monkeypatch.setattr(builtin, "builtin_source", lambda: corpus.Source("builtin", lambda: texts))
     monkeypatch.setattr(series_study, "prepare", reached)
