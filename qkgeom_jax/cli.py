@@ -30,7 +30,7 @@ def _make_parser(prog: str, description: str, without: Sequence[str] = ()) -> fl
     doing.add_argument("--plan", action="store_true", help="say what would run, its memory, disk and time; train nothing")
     doing.add_argument("--status", action="store_true", help="say how far the results folder has come")
     doing.add_argument("--figures", action="store_true", help="redraw tables and figures from the results folder")
-    doing.add_argument("--verify", nargs="?", const="", type=flags.place, metavar="FOLDER",
+    doing.add_argument("--verify", nargs="?", const="", type=flags.place_or_none, metavar="FOLDER",
         help="compare every file of a results folder (default: that of --out) with what was written")  # fmt: skip
     parser.add_argument("--fresh", action="store_true", help="move an old results folder aside and start anew")
     flags.add_config_flags(parser, without)

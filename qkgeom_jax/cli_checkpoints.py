@@ -41,7 +41,7 @@ def _make_parser(description: str) -> flags.Parser:
     doing = parser.add_mutually_exclusive_group()
     doing.add_argument("--plan", action="store_true", help="say what would be measured and downloaded; do nothing")
     doing.add_argument("--figures", action="store_true", help="redraw table and figure from the results folder")
-    doing.add_argument("--verify", nargs="?", const="", type=flags.place, metavar="FOLDER",
+    doing.add_argument("--verify", nargs="?", const="", type=flags.place_or_none, metavar="FOLDER",
         help="compare every file of a results folder (default: that of --out) with what was written")  # fmt: skip
     parser.add_argument("--fresh", action="store_true", help="move an old results folder aside and start anew")
     return parser
