@@ -182,8 +182,9 @@ class Checkpoints:
             max_to_keep=self._keep, create=False, save_root_metadata=False,
             # Otherwise opening fails on the first step that has unreadable metadata.
             lightweight_initialize=True,
-            # Otherwise a folder that cannot be created fails in the background and is waited for, 300 s, at exit.
-            async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
+            # Otherwise a folder that cannot be created fails in the background and is waited for, 300 s, at exit; and a clock
+            # that is set forward while a step is saved would end the wait for it.
+            async_options=ocp.AsyncOptions(create_directories_asynchronously=False, timeout_secs=2**30),
         )  # fmt: skip
         manager = ocp.CheckpointManager(self.folder, options=options)
         # Signals are the caller's; on a preemption notice Orbax would ask for the times that it did not read.

@@ -55,12 +55,12 @@ def is_out_of_memory(error: Exception) -> bool:
 
 def say(text: Any) -> None:
     """A line for the user, on standard error."""
-    flags.write_or_drop(sys.stderr, flags.printable(str(text)) + "\n")
+    print(flags.printable(str(text)), file=flags.Stream(sys.stderr), flush=True)
 
 
 def tell(text: Any) -> None:
     """A line of what was asked for, on standard output."""
-    flags.write_or_drop(sys.stdout, flags.printable(str(text)) + "\n")
+    print(flags.printable(str(text)), file=flags.Stream(sys.stdout), flush=True)
 
 
 def _open_streams() -> None:

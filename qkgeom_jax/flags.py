@@ -31,15 +31,31 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def write_or_drop(file: Any, text: str) -> None:
-    """Writes to a standard stream; if its reader has gone, whatever follows goes nowhere, and the work goes on."""
-    try:
-        print(text, file=file, end="", flush=True)
-    except BrokenPipeError:
-        # Python would complain again about what it still holds when it flushes at exit.
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, file.fileno())
-        os.close(null)
+class Stream:
+    """A standard stream whose reader may go, as `head` or a terminal does: what follows goes nowhere, the work goes on."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def write(self, text: str) -> None:
+        self._try(self._file.write, text)
+
+    def flush(self) -> None:
+        self._try(self._file.flush)
+
+    def _try(self, write: Callable[..., Any], *arguments: Any) -> None:
+        try:
+            write(*arguments)
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):
+                raise
+            # Python would complain again about what it still holds when it flushes at exit.
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self._file.fileno())
+            os.close(null)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
 
 
 class Parser(argparse.ArgumentParser):
@@ -63,7 +79,7 @@ class Parser(argparse.ArgumentParser):
 
     def _print_message(self, message: str, file: Any = None) -> None:
         if message:
-            write_or_drop(file or sys.stderr, message)
+            print(message, end="", file=Stream(file or sys.stderr), flush=True)
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
         words = list(sys.argv[1:] if args is None else args)

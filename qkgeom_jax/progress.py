@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from qkgeom_jax.command import say
 from qkgeom_jax.config import Config
-from qkgeom_jax.flags import printable
+from qkgeom_jax.flags import Stream, printable
 
 
 def _duration(seconds: float) -> str:
@@ -110,7 +111,7 @@ class BarProgress(LineProgress):
             progress.BarColumn(bar_width=24),
             progress.TaskProgressColumn(),
             progress.TextColumn("{task.fields[detail]}"),
-            console=Console(stderr=True),
+            console=Console(file=Stream(sys.stderr)),
         )
         self._task = self._bar.add_task("starting", total=self._total, detail="")
 

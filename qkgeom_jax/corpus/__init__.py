@@ -64,9 +64,10 @@ def load_corpus(
     known = folder / "sources" / f"{source.fingerprint}.json" if folder and source.fingerprint else None
     record = read_record(known) if known else None
     if record is not None:
-        encoded = TokenCache(folder, record["sha256"], config.minimum_count).load()
-        if encoded is not None:
-            return _corpus(source.name, record["sha256"], encoded, tuple(record["notes"]))
+        with contextlib.suppress(KeyError, TypeError):  # a record of something else
+            encoded = TokenCache(folder, record["sha256"], config.minimum_count).load()
+            if encoded is not None:
+                return _corpus(source.name, record["sha256"], encoded, tuple(record["notes"]))
     if progress:
         progress(f"reading corpus {source.name} (once)")
     texts = source.read()

@@ -119,15 +119,18 @@ class TokenCache:
         record = read_record(self._record)
         if record is None:
             return None
-        vocabulary = tuple(record["vocabulary"])
-        tokens = {}
-        for split in filter(record["splits"].get, SPLITS):
-            facts = record["splits"][split]
-            array = _read_array(self._array_file(split), token_dtype(vocabulary), facts["characters"])
-            if array is None or _digest(array) != facts["digest"]:
-                return None
-            tokens[split] = array
-        return Encoded(vocabulary, tokens, {split: record["splits"][split]["unknown"] for split in tokens})
+        try:
+            vocabulary = tuple(record["vocabulary"])
+            tokens = {}
+            for split in filter(record["splits"].get, SPLITS):
+                facts = record["splits"][split]
+                array = _read_array(self._array_file(split), token_dtype(vocabulary), facts["characters"])
+                if array is None or _digest(array) != facts["digest"]:
+                    return None
+                tokens[split] = array
+            return Encoded(vocabulary, tokens, {split: record["splits"][split]["unknown"] for split in tokens})
+        except (AttributeError, KeyError, TypeError):  # sound, but not of this program's making
+            return None
 
     def store(self, texts: Mapping[str, bytes], minimum_count: int) -> None:
         """Encodes straight to disk; the record comes last.
