@@ -15,7 +15,8 @@ def export(argv: Sequence[str] | None = None) -> int:
     parser = flags.Parser(prog="export.py", description=export.__doc__)
     parser.add_argument("out", type=flags.place, metavar="OUT", help="the study's results folder")
     parser.add_argument("--to", type=flags.place, metavar="FOLDER", required=True, help="where the checkpoints go")
-    parser.add_argument("--group", type=flags.place, metavar="NAME", help="as depth4-independent-none; needed where there are several")
+    parser.add_argument("--group", type=flags.place, metavar="NAME",
+                        help="as depth4-independent-none; needed where there are several")  # fmt: skip
     parser.add_argument(
         "--seed", type=flags.at_least(0), metavar="SEED", help="which run (default: the group's first seed)"
     )

@@ -89,7 +89,8 @@ def ids_probe(path: str, tokens: int | None = None, context: int | None = None) 
     except ValueError as error:
         raise ProbeError(f"--token-ids {error}") from None
     if ids.dtype.kind not in "iu" or ids.ndim not in (1, 2) or not ids.size:
-        raise ProbeError(f"--token-ids {path} holds {ids.dtype} {list(ids.shape)}; expected whole numbers [n] or [windows, context]")
+        found = f"{ids.dtype} {list(ids.shape)}"
+        raise ProbeError(f"--token-ids {path} holds {found}; expected whole numbers [n] or [windows, context]")
     if ids.min() < 0 or ids.max() > np.iinfo(np.int32).max:
         raise ProbeError(f"--token-ids {path} has ids from {ids.min()} to {ids.max()}; ids begin at 0")
     ids = np.ascontiguousarray(ids, np.int32)
