@@ -265,7 +265,8 @@ class Config:
             "batch": (batch, batch * model.context * max(model.hidden, model.vocabulary, model.heads * model.context)),
         }
         for field, (got, numbers) in arrays.items():
-            _require(numbers <= MAXIMUM_ARRAY, field, got, f"what needs no array of {numbers:.2g} numbers")
+            allowed = f"what needs no array of {numbers:.2g} numbers, more than a device has"
+            _require(numbers <= MAXIMUM_ARRAY, field, got, allowed)
         start = self.manipulation.start_epoch or 0
         most = MAXIMUM_COUNT // self.training.steps_per_epoch - 1
         _require(start <= most or start == 0, "start_epoch", start, f"a whole number of at most {most}")

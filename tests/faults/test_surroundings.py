@@ -1,5 +1,6 @@
 """Strange surroundings: locales, terminals, pipes and streams that are closed, clocks that jump, leftovers, damaged caches."""
 
+import contextlib
 import json
 import os
 import pty
@@ -7,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -63,8 +65,29 @@ def test_a_training_in_the_c_locale_whose_output_nobody_reads(whole, corpus, tmp
     faulty.assert_same(out, whole)
 
 
+IN_PLACE_OF_STREAMS = """
+import os, sys
+from qkgeom_jax import command, flags
+def work(stop):
+    with open(sys.argv[1], "wb") as file:
+        assert file.fileno() > 2
+        command.say("a message")
+        command.tell("a line")
+        os.write(2, b"a message of another library")
+    return 7
+sys.exit(command.run(flags.Parser(prog="x"), work))
+"""
+
+
+def test_files_do_not_get_the_numbers_of_streams_that_are_closed(tmp_path):
+    """The first files that are opened would, and with them whatever is said."""
+    command = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c", IN_PLACE_OF_STREAMS, str(tmp_path / "file")]
+    assert subprocess.run(command, check=False, cwd=faulty.HERE.parents[1]).returncode == 7
+    assert (tmp_path / "file").read_bytes() == b""
+
+
+@pytest.mark.faults
 def test_a_training_without_standard_streams(whole, corpus, tmp_path):
-    """Were the numbers 0 to 2 left to the first files that are opened, results would get the messages."""
     out = tmp_path / "out"
     surroundings = {name: value for name, value in os.environ.items() if name not in ("HOME", "TERM", "LANG", "LC_ALL")}
     assert ended(start(faulty.arguments(corpus, out), shell="<&- >&- 2>&-", env=surroundings))[0] == 0
@@ -127,6 +150,24 @@ def terminal(monkeypatch, encoding="utf-8", **variables):
     return master, file
 
 
+@contextlib.contextmanager
+def watched(master, file):
+    """Collects what a terminal shows, which holds only so much by itself, until it is closed."""
+    seen = bytearray()
+
+    def read():
+        with contextlib.suppress(OSError):  # as a read ends once nobody has the other end
+            while piece := os.read(master, 1 << 16):
+                seen.extend(piece)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    yield seen
+    file.close()
+    reader.join()
+    os.close(master)
+
+
 def train_a_little(shown, groups):
     import numpy as np
 
@@ -155,10 +196,8 @@ def test_any_terminal(variables, encoding, bar, monkeypatch):
     master, file = terminal(monkeypatch, encoding, **variables)
     shown = progress.make_progress(groups)
     assert isinstance(shown, progress.BarProgress) == bar
-    train_a_little(shown, groups)
-    file.close()
-    seen = os.read(master, 1 << 20)
-    os.close(master)
+    with watched(master, file) as seen:
+        train_a_little(shown, groups)
     plain = re.sub(rb"\x1b\[[0-9;?]*[A-Za-z]", b"", seen)
     assert rb"\x1b[2Jnote" in re.sub(rb"\s", b"", plain) and b"\x1b[2Jnote" not in seen
     coloured = b"\x1b[3" in seen
@@ -192,8 +231,8 @@ def make_leftovers(out):
         (group / "checkpoints" / name / "state/half").write_bytes(b"half")
     for name in ("losses.csv", "metrics.csv", "config.json", "status.json", "heads.npz", "manifest.json"):
         (group / f".{name}.tmp").write_bytes(b"half of something")
-    for place, path in enumerate(sorted((group / "checkpoints").glob("[0-9]*"), key=lambda path: -len(path.name))):
-        when = time.time() + 10 * 365 * 86400 * (1 if path.name == "4" else -1) + place
+    for step, years in {"4": 10, "8": -10}.items():
+        path, when = group / "checkpoints" / step, time.time() + years * 365 * 86400
         for inside in (*path.rglob("*"), path):
             os.utime(inside, (when, when))
     for name in ("config.json", "manifest.json", "report.md", "runs.csv", "tables/table3.csv", "figures/figure1.png"):
