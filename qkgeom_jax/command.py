@@ -35,6 +35,8 @@ def run(parser: flags.Parser, work: Callable[[StopSignal], int]) -> int:
             return work(stop)
         except (ValueError, LockedError) as error:
             parser.error(str(error))
+        except RecursionError:
+            parser.error("a file of the results folder is nested too deeply")
         except Stopped:
             say(MESSAGE)
             return STOPPED

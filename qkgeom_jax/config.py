@@ -197,8 +197,9 @@ class CorpusConfig:
     minimum_count: int = option(5, "characters rarer than this in the training split become the unknown symbol")
 
     def __post_init__(self) -> None:
-        _require(bool(self.corpus), "corpus", self.corpus, "a corpus name or a path")
-        _require(self.data_dir != "", "data_dir", self.data_dir, "a path")
+        _require(isinstance(self.corpus, str) and self.corpus != "", "corpus", self.corpus, "a corpus name or a path")
+        given = self.data_dir is None or isinstance(self.data_dir, str) and self.data_dir != ""
+        _require(given, "data_dir", self.data_dir, "a path")
         _require_count("minimum_count", self.minimum_count)
 
 
@@ -331,6 +332,10 @@ PARTS: Mapping[str, type] = {
 }
 
 
+# Absent where results were written before the part existed: it then has its defaults.
+LATER_PARTS = ("manipulation",)
+
+
 def override(config: Config, **values: Any) -> Config:
     """`config` with named fields of its parts (``width=128``) or its own (``seeds=(1, 2)``) replaced.
 
@@ -352,10 +357,17 @@ def override(config: Config, **values: Any) -> Config:
 
 
 def from_dict(values: Mapping[str, Any]) -> Config:
-    """The inverse of `Config.to_dict`."""
-    # A part that is absent was written before it existed, and has its defaults.
-    parts = {part: kind(**values.get(part, {})) for part, kind in PARTS.items()}
-    return Config(**parts, intervention=values["intervention"], seeds=tuple(values["seeds"]))
+    """The inverse of `Config.to_dict`.
+
+    Raises:
+      ValueError: a part or a value is missing, or is not what its dataclass allows.
+    """
+    try:
+        values = dict.fromkeys(LATER_PARTS, {}) | dict(values)
+        parts = {part: kind(**values[part]) for part, kind in PARTS.items()}
+        return Config(**parts, intervention=values["intervention"], seeds=tuple(values["seeds"]))
+    except (AttributeError, KeyError, OverflowError, TypeError) as error:
+        raise ValueError(f"it lacks a part, or has one of the wrong kind: {error!r}") from error
 
 
 PRESETS: Mapping[str, Config] = {

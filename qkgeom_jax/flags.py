@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import errno
 import math
@@ -47,12 +48,11 @@ class Stream:
         try:
             write(*arguments)
         except OSError as error:
-            if error.errno not in (errno.EPIPE, errno.EIO):
-                raise
             # Python would complain again about what it still holds when it flushes at exit.
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, self._file.fileno())
-            os.close(null)
+            with contextlib.suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), self._file.fileno())
+            if error.errno not in (errno.EPIPE, errno.EIO) and self._file is not sys.stderr:
+                raise OSError(error.errno, error.strerror, "standard output") from error
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)

@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from qkgeom_jax.command import DONE, FAILED, tell
-from qkgeom_jax.results import read_sealed, seal, write_json
+from qkgeom_jax.results import read_sealed, read_status, seal, write_json
 
 # Not results, or sealed, or with digests of their own.
 NOT_DIGESTED = {"manifest.json", "status.json", "lock", "error.txt", "checkpoints", "quarantine", "groups"}
@@ -48,7 +48,13 @@ def digested(out: Path) -> Iterator[None]:
     """A block that rewrites OUT's files; their digests, in its manifest where it has one, are renewed at the end.
 
     Until then the manifest has none, so that half of the old files beside half of the new is never taken for damage.
+
+    Raises:
+      ValueError: a folder of them is a link, and they would be written elsewhere.
     """
+    for name in ("tables", "figures"):
+        if (out / name).is_symlink():
+            raise ValueError(f"{out / name} is a link; what is written there belongs into {out}")
     has_manifest = (out / "manifest.json").exists()
     if has_manifest:
         update_manifest(out, {}, without=["digests"])
@@ -59,8 +65,7 @@ def digested(out: Path) -> Iterator[None]:
 
 def renew_digest(out: Path, name: str) -> None:
     """The digest, where there is one, of a file that was rewritten on purpose."""
-    path = out / "manifest.json"
-    known = read_sealed(path).get("digests", {}) if path.exists() else {}
+    known = known_digests(out)
     if name in known:
         update_manifest(out, {"digests": known | {name: digest(out / name)}})
 
@@ -72,11 +77,7 @@ def changed(folder: Path, names: Iterable[str] | None = None) -> dict[str, str]:
       folder: a group's, or OUT.
       names: the files to look at; all that the manifest names by default. A file that it does not name is passed over.
     """
-    path = folder / "manifest.json"
-    known = read_sealed(path).get("digests", {}) if path.exists() else {}
-    if not isinstance(known, dict) or any(_leaves(name) for name in known):
-        raise ValueError(f"{path} is damaged: its digests are not of files beside it")
-    found = {}
+    known, found = known_digests(folder), {}
     for name in known if names is None else known.keys() & set(names):
         file = folder / name
         if not file.is_file():
@@ -86,9 +87,24 @@ def changed(folder: Path, names: Iterable[str] | None = None) -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
-def _leaves(name: str) -> bool:
-    """Whether a name is of something outside the folder: what is damaged may be moved."""
-    return PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or "\0" in name or not name
+def known_digests(folder: Path) -> dict[str, str]:
+    """The digests in a folder's manifest.json, by the names of files inside; {} where it has none.
+
+    Raises:
+      ValueError: they are no digests, or one is of a file elsewhere.
+    """
+    path, home = folder / "manifest.json", folder.resolve()
+    known = read_sealed(path).get("digests", {}) if path.exists() else {}
+    if not isinstance(known, dict) or any(_leaves(folder, home, name) for name in known):
+        raise ValueError(f"{path} is damaged: its digests are not of files beside it")
+    return known
+
+
+def _leaves(folder: Path, home: Path, name: str) -> bool:
+    """Whether a name is of something outside the folder, through a link, too: what is damaged may be moved."""
+    if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or "\0" in name or not name:
+        return True
+    return not (folder / name).parent.resolve().is_relative_to(home)
 
 
 def require_unchanged(folder: Path, names: Iterable[str]) -> None:
@@ -125,8 +141,8 @@ def verify(out: Path) -> tuple[list[str], list[str]]:
 
     for group in sorted(path for path in (out / "groups").glob("*") if path.is_dir()):
         try:
-            status = read_sealed(group / "status.json")["status"] if (group / "status.json").exists() else "partial"
-        except (OSError, ValueError, KeyError) as error:
+            status = read_status(group / "status.json")["status"] if (group / "status.json").exists() else "partial"
+        except (OSError, ValueError) as error:
             problems.append(str(error))
             continue
         if status != "done":

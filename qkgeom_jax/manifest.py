@@ -57,7 +57,8 @@ def _warnings(groups: dict[str, dict[str, Any]]) -> list[str]:
         if len(values) > 1:
             found.append(f"Groups were made with different {_words(name)}: equal bytes are not to be expected.")
     for group, made in groups.items():
-        earlier = made.get("earlier", ())
+        before = made.get("earlier")
+        earlier = [one for one in before if isinstance(one, dict)] if isinstance(before, list) else []
         if different := [_words(name) for name in COMPARED for one in earlier if one.get(name) != made.get(name)]:
             found.append(
                 f"{group} was begun with other {' and '.join(dict.fromkeys(different))} than it ended with: its bytes may "
@@ -77,7 +78,7 @@ def write_group_manifest(folder: Path, seconds: dict[str, float], made_by: list[
     """
     path = folder / "manifest.json"
     try:
-        known = results.read_sealed(path).get("digests", {}) if path.exists() else {}
+        known = integrity.known_digests(folder)
     except ValueError:
         known = {}
     value = made_by[-1] | {"earlier": made_by[:-1], "seconds": seconds, "digests": known | integrity.digests(folder)}

@@ -142,7 +142,8 @@ def _remarks(groups: Sequence[Group], stated: Mapping[str, Any]) -> list[str]:
             )
         for seed, step in sorted(group.diverged.items()):
             remarks.append(f"Left out, diverged: {place}, seed {seed}, at step {step}.")
-    return remarks + [_flat(warning) for warning in stated.get("warnings") or []]
+    warnings = stated.get("warnings")
+    return remarks + [_flat(warning) for warning in (warnings if isinstance(warnings, list) else [])]
 
 
 def _write_cells(series: Sequence[GroupSeries], path: Path) -> None:
@@ -239,7 +240,7 @@ def write_all(out: str | os.PathLike) -> Path:
     _check_group_files(out)
     stated = _stated(out)
     command = stated.get("command", "grid")
-    if command not in RESULTS:
+    if not isinstance(command, str) or command not in RESULTS:
         raise ValueError(f"{out} holds results of the command {command!r}; allowed here: {', '.join(RESULTS)}")
     with digested(out):
         _write(out, stated, RESULTS[command])

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from qkgeom_jax.config import arm_name, from_dict
-from qkgeom_jax.reading import read_bytes
+from qkgeom_jax.reading import read_bytes, require_regular
 
 METRIC_COLUMNS = (
     "attention_entropy", "top_1_mass", "top_5_mass", "attention_gap",
@@ -174,6 +174,7 @@ def write_npz(path: str | os.PathLike, arrays: Mapping[str, np.ndarray]) -> None
 
 def _read_rows(path: Path, columns: Sequence[str]) -> list[tuple[int, dict[str, str]]]:
     """The line number and the cells of each row of a file that has at least `columns`."""
+    require_regular(path)
     try:
         with open(path, encoding="utf-8", newline="") as file:
             reader = csv.reader(file, strict=True)
@@ -184,9 +185,9 @@ def _read_rows(path: Path, columns: Sequence[str]) -> list[tuple[int, dict[str, 
     for column in columns:
         if column not in names:
             raise ValueError(f"{path} has no column {column}")
-    for name in names:
-        if names.count(name) > 1:
-            raise ValueError(f"{path} has the column {name} twice")
+    if len(set(names)) < len(names):
+        name = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{path} has the column {name} twice")
     for line, row in rows:
         if len(row) != len(names):
             raise ValueError(f"{path}, line {line}: {len(row)} cells, expected {len(names)}")
@@ -290,29 +291,42 @@ def read_sealed(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} holds a {type(value).__name__}, expected an object with names")
     try:
         whole = "sha256" not in value or seal(value) == value
-    except ValueError:  # a number that JSON has no name for
+    except (RecursionError, ValueError):  # nothing that JSON would have been written for
         whole = False
     if not whole:
         raise ValueError(f"{path} is damaged: its content is not what its seal says")
     return value
 
 
-def _read_group(folder: Path) -> Group:
-    config = read_json(folder / "config.json")
-    path = folder / "status.json"
-    status = read_sealed(path) if path.exists() else {"status": "partial", "epochs_done": 0, "diverged": {}}
+def read_status(path: Path) -> dict[str, Any]:
+    """A group's status.json: its status, how many epochs are done, and `diverged` as whole numbers.
+
+    Raises:
+      ValueError: it is not what `group.status_value` makes.
+      OSError: it cannot be read.
+    """
+    value = read_sealed(path)
     try:
-        from_dict(config)  # whatever a value may not be, it refuses
-        if status["status"] not in STATUSES:
-            raise ValueError(f"{path}: status is {status['status']!r}; allowed: {', '.join(STATUSES)}")
-        diverged = {int(seed): int(step) for seed, step in status["diverged"].items()}
-        group = Group(folder, config, status["status"], int(status["epochs_done"]), diverged)
-        group.key, group.seeds
+        if value["status"] not in STATUSES:
+            raise ValueError(f"status is {value['status']!r}; allowed: {', '.join(STATUSES)}")
+        diverged = {int(seed): int(step) for seed, step in value["diverged"].items()}
+        return {"status": value["status"], "epochs_done": int(value["epochs_done"]), "diverged": diverged}
     except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"{folder}: config.json or status.json lacks a part: {error!r}") from error
+        raise ValueError(f"{path} lacks a part: {error!r}") from error
     except (OverflowError, ValueError) as error:
-        raise ValueError(f"{folder}: config.json or status.json is damaged: {error}") from error
-    return group
+        raise ValueError(f"{path} is damaged: {error}") from error
+
+
+def _read_group(folder: Path) -> Group:
+    path = folder / "config.json"
+    config = read_json(path)
+    try:
+        config = config | from_dict(config).to_dict()  # whatever a value may not be, it refuses
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    path = folder / "status.json"
+    status = read_status(path) if path.exists() else {"status": "partial", "epochs_done": 0, "diverged": {}}
+    return Group(folder, config, **status)
 
 
 def read_groups(out: str | os.PathLike) -> list[Group]:

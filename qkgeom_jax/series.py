@@ -98,6 +98,10 @@ def own_series(source: str) -> Series:
     return Series(source.rpartition("/")[2], source)
 
 
+def _is_step(name: str) -> bool:
+    return name.isascii() and name.isdigit() and step_of(name) is not None
+
+
 def step_of(revision: str) -> int | None:
     """The training step in a revision's name: the number after step, checkpoint, iter or epoch, or the only number.
 
@@ -120,7 +124,7 @@ class Selection:
     @property
     def needs_a_list(self) -> bool:
         """The revisions that there are must be known to answer it; plain numbers stand for steps."""
-        return not self.names or any(name.isdigit() for name in self.names)
+        return not self.names or any(_is_step(name) for name in self.names)
 
 
 def parse_selection(text: str) -> Selection:
@@ -183,7 +187,7 @@ def choose(selection: Selection, available: Sequence[str], where: str) -> list[s
         steps = {step_of(name): name for name in available}
         # A plain number is a step, unless a revision bears that very name.
         return [
-            name if name in available or not name.isdigit() else steps.get(int(name), name) for name in selection.names
+            name if name in available or not _is_step(name) else steps.get(int(name), name) for name in selection.names
         ]
     if selection.steps:
         first, last = selection.steps

@@ -74,9 +74,27 @@ def _what_was_measured(series: Mapping[str, Sequence[Record]], config: Mapping[s
     for name, records in series.items():
         done = sum(record.status == "done" for record in records)
         lines.append(f"- {name} ({records[0].source}): {done} of {len(records)} revisions")
-    if on := config.get("measured_on"):
-        lines.append(f"- On {on['tokens']:,} tokens of {on['name']} ({on['kind']}, sha256 {on['sha256']})")
+    if config:
+        lines.append("- On {tokens:,} tokens of {name} ({kind}, sha256 {sha256})".format(**config["measured_on"]))
     return lines
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    """A study's config.json; {} where there is none.
+
+    Raises:
+      ValueError: it does not say what was measured on.
+    """
+    if not path.exists():
+        return {}
+    config = read_json(path)
+    try:
+        on = config["measured_on"]
+        if type(on["tokens"]) is int and all(isinstance(on[name], str) for name in ("name", "kind", "sha256")):
+            return config
+    except (KeyError, TypeError):
+        pass
+    raise ValueError(f"{path} is damaged: it does not say what was measured on")
 
 
 def write_all(out: str | os.PathLike) -> Path:
@@ -97,7 +115,7 @@ def write_all(out: str | os.PathLike) -> Path:
         raise ValueError(f"out is {str(out)!r}, which is no folder")
     update_manifest(out, {}, without=["digests"])
     series = collect(out)
-    config = read_json(out / "config.json") if (out / "config.json").exists() else {}
+    config = _read_config(out / "config.json")
     found = trajectories(series)
     made = {
         "table6": series_tables.table_6(found, series),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -144,13 +145,16 @@ def _read_record(path: Path) -> tuple[Record, Weights | None]:
     try:
         value["loss"] = math.nan if value["loss"] is None else value["loss"]
         record = Record(**(value | {"rows": tuple(value["rows"]), "reading": tuple(value["reading"])}))
+        _check_kinds(record)
         if record.status != "done":
             return record, None
         if not record.rows or any(set(row) != set(LAYER_COLUMNS) for row in record.rows):
             raise ValueError("its rows do not have the metrics' columns")
         arrays = read_npz(path.with_suffix(".npz"))
         prints = {name.removeprefix("weights/"): value for name, value in arrays.items() if name.startswith("weights/")}
-    except (KeyError, TypeError, ValueError, OSError) as error:
+        if any(array.ndim != 1 or array.dtype != np.float64 or len(array) < 2 for array in prints.values()):
+            raise ValueError("its weights' fingerprints are none")
+    except (AttributeError, KeyError, TypeError, ValueError, OSError) as error:
         raise ValueError(f"{path} is no record of a revision: {error}; delete it and run the command again") from error
     return record, Weights(record.revision, record.weights_sha256, prints)
 
@@ -170,6 +174,27 @@ def read_records(out: str | os.PathLike) -> dict[str, list[Record]]:
         found.setdefault(record.series, {})[record.revision] = (record, weights)
     order = [*(name for name in CATALOGUE if name in found), *sorted(found.keys() - CATALOGUE.keys())]
     return {series: _flagged(found[series]) for series in order}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+def _check_kinds(record: Record) -> None:
+    """Raises ValueError for a value of another kind than `write_record` writes."""
+    texts = ("series", "source", "revision", "family", "status", "error", "commit", "weights_sha256", "order")
+    good = {name: isinstance(getattr(record, name), str) for name in texts}
+    good |= {name: type(getattr(record, name)) is int for name in ("tokens", "context", "place")}
+    seconds = {} if record.seconds is None else record.seconds
+    good |= {
+        "tokens_per_step": record.tokens_per_step is None or type(record.tokens_per_step) is int,
+        "loss": math.isnan(record.loss) or _is_number(record.loss),
+        "rows": all(value is None or _is_number(value) for row in record.rows for value in row.values()),
+        "reading": all(isinstance(note, str) for note in record.reading),
+        "seconds": all(map(_is_number, seconds.values())),
+    }
+    if wrong := [name for name, fine in good.items() if not fine]:
+        raise ValueError(f"its {wrong[0]} is {str(getattr(record, wrong[0]))[:80]!r}")
 
 
 def _flagged(revisions: Mapping[str, tuple[Record, Weights | None]]) -> list[Record]:

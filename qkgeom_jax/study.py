@@ -222,7 +222,7 @@ def is_done(group: Config, folder: Path) -> bool:
     """The group has nothing left to do: it has all its epochs, or no seed that could train on."""
     path = folder / "status.json"
     try:
-        status = results.read_sealed(path)
+        status = results.read_status(path)
     except (FileNotFoundError, ValueError):  # a damaged one is made again
         return False
     dead = len(status["diverged"]) == len(group.seeds)
@@ -234,7 +234,7 @@ def _damage(folder: Path) -> dict[str, str]:
     name = "status.json"
     try:
         path = folder / name
-        if not path.exists() or results.read_sealed(path)["status"] != "done":
+        if not path.exists() or results.read_status(path)["status"] != "done":
             return {}
         name = "manifest.json"
         return integrity.changed(folder)
@@ -281,7 +281,7 @@ def run(study: Study, corpus: Any, progress: Any, stop: StopSignal) -> int:
             damage = _take_away_damaged(folder)
             if is_done(group, folder) and not damage:
                 progress.skip(group)
-                diverged += results.read_sealed(folder / "status.json")["diverged"]
+                diverged += results.read_status(folder / "status.json")["diverged"]
                 continue
             progress.begin(group)
             for what in damage:

@@ -131,7 +131,8 @@ def _corpus(out: Path, config: Config, say: Callable[[str], None]) -> Corpus | N
         say(f"no {TOKENIZER} and no {PROBE}: {error}")
         return None
     manifest = out / "manifest.json"
-    known = results.read_json(manifest).get("corpus", {}).get("sha256") if manifest.exists() else None
+    described = results.read_sealed(manifest).get("corpus") if manifest.exists() else None
+    known = described.get("sha256") if isinstance(described, dict) else None
     if len(corpus.vocabulary) != config.model.vocabulary or known not in (None, corpus.sha256):
         say(f"no {TOKENIZER} and no {PROBE}: the corpus {corpus.name} is not what the study was trained on")
         return None

@@ -29,6 +29,8 @@ PLAIN = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "TERM": "
 def start(words, *, shell="", **options):
     """The command as from a shell, with the shell's own redirections."""
     options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
+    # Unbuffered output would hide what goes wrong only when Python flushes at exit.
+    options["env"] = {name: value for name, value in options.get("env", os.environ).items() if name != "PYTHONUNBUFFERED"}
     command = ["sh", "-c", f'exec "$@" {shell}', "sh", *GRID, *words]
     return subprocess.Popen(command, text=True, encoding="utf-8", **options)
 
